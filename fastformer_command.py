@@ -216,7 +216,7 @@ def _add_copy_task(add: Any) -> None:
     add(
         "--parallel",
         choices=PARALLEL,
-        help="train on the processes that torchrun has started, by this way, and compare the "
+        help="train so on the processes that torchrun has started, and compare the "
         "losses with those of one process; by default in one process",
     )
     add(

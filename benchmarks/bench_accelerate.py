@@ -70,13 +70,9 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
     products = int((lengths**2).sum()) if padding else batch * length**2
     measure(
         call,
-        provider=provider,
         backend=_backends_taken(after, x, hidden, provider) if provider in BACKENDS else None,
-        dtype=dtype,
         group=f"nn.TransformerEncoder S={length}, padding {padding:.0%}, {task}",
         flops=LAYERS * passes * (2 * weights * tokens + 4 * products * D_MODEL),
-        batch=batch,
-        length=length,
         padding=padding,
         layers=LAYERS,
         d_model=D_MODEL,

@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import GPU, available
+from benchmarks.peers import FORCED, GPU, available, flash_attn, sdpa, tutorial_attention
 
 HEADS = 8
 
@@ -54,13 +53,6 @@ if GPU:
     CASES.append(Case("causal as a tensor", causal=True, tensor=True))
     CASES.append(Case("tgt_mask+dropout", causal=True, padded=True, dropout_p=0.1, tensor=True))
 SHORT = 256  # on a CPU without --slow the cases after the headline end here
-# Each backend of torch's is forced: its default has not been the fastest one on every GPU.
-FORCED = {
-    "cudnn": "CUDNN_ATTENTION",
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "math": "MATH",
-}
 PROVIDERS = available("torch", *FORCED, "flash-attn", "flash-attn 3", "flex", "tutorial")
 PROVIDERS += available("reference", "triton", "packed")
 
@@ -113,13 +105,9 @@ def test_attention(
     measure(
         differentiated(forward, inputs),
         group=f"attention {case} d={dim} S={length} {mode}",
-        provider=provider,
-        dtype=dtype,
         flops=flops,
         nbytes=nbytes,
-        batch=batch,
         heads=HEADS,
-        length=length,
         head_dim=dim,
         valid_keys=valid,
         dropout_p=case.dropout_p,
@@ -158,28 +146,19 @@ def _forward(provider, case, lengths, length):
     if case.padded or case.window or case.tensor or (causal and provider == "tutorial"):
         mask = _mask(case, lengths, length)
     if provider == "tutorial":
-        return lambda q, k, v, bias=None: _tutorial(q, k, v, mask, p, bias)
+        return lambda q, k, v, bias=None: tutorial_attention(q, k, v, mask, p, bias)
     if provider == "flex":
         return _flex(case, lengths, length)
     if provider.startswith("flash-attn"):
         return _flash_attn(provider, case, lengths)
 
-    def sdpa(q, k, v, bias=None):
+    def attend(q, k, v, bias=None):
         if bias is None:
-            return F.scaled_dot_product_attention(q, k, v, mask, p, causal and mask is None)
+            return sdpa(provider, q, k, v, mask, p, causal and mask is None)
         added = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-        added = added.expand(len(q), *bias.shape)
-        return F.scaled_dot_product_attention(q, k, v, added, p)
+        return sdpa(provider, q, k, v, added.expand(len(q), *bias.shape), p)
 
-    if provider == "torch":
-        return sdpa
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def forced(q, k, v, bias=None):
-        with sdpa_kernel(getattr(SDPBackend, FORCED[provider])):
-            return sdpa(q, k, v, bias)
-
-    return forced
+    return attend
 
 
 def _mask(case, lengths, length):
@@ -218,11 +197,8 @@ def _unpadded(attend, lengths):
 
 def _flash_attn(provider, case, lengths):
     options = {"causal": case.causal, "window_size": (case.window or -1, -1)}
-    if provider == "flash-attn 3":
-        import flash_attn_interface as library
-    else:
-        import flash_attn as library
-
+    library = flash_attn(provider)
+    if provider == "flash-attn":
         options["dropout_p"] = case.dropout_p
 
     def output(x):  # some versions return the log-sum-exp beside it
@@ -237,16 +213,6 @@ def _flash_attn(provider, case, lengths):
         return output(library.flash_attn_func(q, k, v, **options)).transpose(1, 2)
 
     return forward
-
-
-def _tutorial(q, k, v, mask, p, bias=None):
-    """The Annotated Transformer's `attention`."""
-    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    if bias is not None:
-        scores = scores + bias
-    if mask is not None:
-        scores = scores.masked_fill(mask == 0, -1e9)
-    return F.dropout(scores.softmax(-1), p) @ v
 
 
 def _flex(case, lengths, length):

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.bench_attention import FORCED
-from benchmarks.peers import GPU, ON_CACHES, available
+from benchmarks.peers import FORCED, GPU, ON_CACHES, available, flash_attn, sdpa
 from benchmarks.report import STAND_IN
 
 CACHE_HEADS, DIM = 8, 128
@@ -58,11 +57,8 @@ def test_attention_of_one_query(
     measure(
         torch.no_grad()(lambda: attend(query, key, value)),
         group=f"attention of one query, {megabytes} MB, B={batch}, H/G={group}",
-        provider=provider,
-        dtype=dtype,
         flops=4 * batch * heads * length * DIM,
         nbytes=batch * length * of_token + 2 * query.nbytes,
-        batch=batch,
         heads=heads,
         length=length,
         head_dim=DIM,
@@ -120,20 +116,9 @@ def _attention(provider, lengths):
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda *inputs: compiled(*inputs, enable_gqa=True)
     if provider.startswith("flash-attn"):
-        if provider == "flash-attn 3":
-            import flash_attn_interface as library
-        else:
-            import flash_attn as library
-        return lambda *inputs: library.flash_attn_with_kvcache(*(x.transpose(1, 2) for x in inputs))
-    if provider == "torch":
-        return lambda *inputs: F.scaled_dot_product_attention(*inputs, enable_gqa=True)
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def forced(*inputs):
-        with sdpa_kernel(getattr(SDPBackend, FORCED[provider])):
-            return F.scaled_dot_product_attention(*inputs, enable_gqa=True)
-
-    return forced
+        attend = flash_attn(provider).flash_attn_with_kvcache
+        return lambda *inputs: attend(*(x.transpose(1, 2) for x in inputs))
+    return lambda *inputs: sdpa(provider, *inputs, enable_gqa=True)
 
 
 # ------------------------------------------------------------------------------------- generations
@@ -169,10 +154,6 @@ def test_generation(measure, request, device, dtype, batch, length, provider):
     measure(
         samples=samples,
         group=f"greedy decoding, {LAYERS} layers, B={batch} S={length}",
-        provider=provider,
-        dtype=dtype,
-        batch=batch,
-        length=length,
         d_model=D_MODEL,
         layers=LAYERS,
         tokens_per_s=batch * (length - 1) / statistics.median(samples),

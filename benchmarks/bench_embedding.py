@@ -10,31 +10,22 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import GPU, available, compiled, implementation
+from benchmarks.peers import GPU, available, compiled
 
 VOCAB, WIDTH = 37000 if GPU else 4096, 512
 PROVIDERS = available("torch", "compile", "reference", "triton")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_embed(measure, differentiated, random, device, dtype, batch, length, mode, provider):
+def test_embed(compare, random, device, dtype, batch, length, mode):
     weight = random(VOCAB, WIDTH)
     positional = torch.randn(length, WIDTH, device=device, dtype=dtype)
     tokens = torch.randint(0, VOCAB, (batch, length), device=device)
-    compute = implementation(provider, PEERS, _ours)
     nbytes = 2 * batch * length * WIDTH * dtype.itemsize
     if mode == "forward+backward":
         nbytes += nbytes // 2 + weight.nbytes
-    measure(
-        differentiated(lambda: compute(tokens, weight, positional), (weight,)),
-        group=f"embed S={length} {mode}",
-        provider=provider,
-        dtype=dtype,
-        nbytes=nbytes,
-        batch=batch,
-        length=length,
-        width=WIDTH,
-    )
+    inputs = (tokens, weight, positional)
+    compare(f"embed S={length}", PEERS, _ours, inputs, nbytes=nbytes, width=WIDTH)
 
 
 def _ours(tokens, weight, positional):

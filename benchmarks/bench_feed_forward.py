@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import GPU, available, compiled, implementation
+from benchmarks.peers import GPU, available, compiled
 
 PROVIDERS = available("torch", "compile", "addmm_activation", "reference", "triton")
 SEQUENCES = 8 if GPU else 1
@@ -22,9 +22,7 @@ P = 0.1
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("d, d_ff", SIZES, ids=lambda n: str(n))
-def test_feed_forward(
-    measure, differentiated, random, request, dtype, length, d, d_ff, mode, provider
-):
+def test_feed_forward(compare, random, request, length, d, d_ff, mode, provider):
     if d > 512 and not GPU and not request.config.getoption("slow"):
         pytest.skip("d = 1024 takes long on a CPU: needs --slow")
 
@@ -36,24 +34,13 @@ def test_feed_forward(
     w_1, b_1, w_2, b_2 = (
         random(*shape, unit_sum=True) for shape in ((d_ff, d), (d_ff,), (d, d_ff), (d,))
     )
-    inputs = (x, w_1, b_1, w_2, b_2)
-    compute = implementation(provider, PEERS, _ours)
-    flops, nbytes = 4 * rows * d * d_ff, 2 * (x.nbytes + w_1.nbytes)
+    figures = dict(flops=4 * rows * d * d_ff, nbytes=2 * (x.nbytes + w_1.nbytes))
     if mode == "forward+backward":
-        flops, nbytes = 3 * flops, nbytes + 3 * x.nbytes + 4 * w_1.nbytes
-    measure(
-        differentiated(lambda: compute(*inputs), inputs),
-        group=f"feed_forward {d}->{d_ff} S={length} {mode}",
-        provider=provider,
-        dtype=dtype,
-        flops=flops,
-        nbytes=nbytes,
-        rows=rows,
-        length=length,
-        d=d,
-        d_ff=d_ff,
-        dropout_p=P,
-    )
+        figures["flops"] *= 3
+        figures["nbytes"] += 3 * x.nbytes + 4 * w_1.nbytes
+    sizes = dict(rows=rows, d=d, d_ff=d_ff, dropout_p=P)
+    group = f"feed_forward {d}->{d_ff} S={length}"
+    compare(group, PEERS, _ours, (x, w_1, b_1, w_2, b_2), **figures, **sizes)
 
 
 def _ours(x, w_1, b_1, w_2, b_2):
@@ -73,44 +60,26 @@ PEERS = {"torch": _plain, "compile": compiled(_plain), "addmm_activation": _addm
 
 @pytest.mark.parametrize("provider", available("torch", "compile", "liger", "reference", "triton"))
 @pytest.mark.parametrize("op", ["geglu", "swiglu"])
-def test_gated(measure, differentiated, random, dtype, mode, op, provider):
+def test_gated(compare, random, mode, op):
     """The gated forms beside torch's linear, activation, product and dropout. (Liger's geglu is the
     approximation by tanh.)
     """
     rows, d, d_ff = (16384, 1024, 2816) if GPU else (256, 512, 1408)
-    x = random(rows, d)
     w, w_2 = (random(*shape, unit_sum=True) for shape in ((2 * d_ff, d), (d, d_ff)))
-    compute = implementation(provider, GATED, _ours_gated)
-    flops = 6 * rows * d * d_ff
-    measure(
-        differentiated(lambda: compute(op, x, w, w_2), (x, w, w_2)),
-        group=f"{op} {d}->{d_ff} rows={rows} {mode}",
-        provider=provider,
-        dtype=dtype,
-        flops=flops * (3 if mode == "forward+backward" else 1),
-        rows=rows,
-        d=d,
-        d_ff=d_ff,
-        dropout_p=P,
-    )
+    flops = 6 * rows * d * d_ff * (3 if mode == "forward+backward" else 1)
+    sizes = dict(rows=rows, d=d, d_ff=d_ff, dropout_p=P)
+    group = f"{op} {d}->{d_ff} rows={rows}"
+    compare(group, GATED, _ours_gated, (op, random(rows, d), w, w_2), flops=flops, **sizes)
 
 
 @pytest.mark.parametrize("provider", available("torch", "compile", "liger", "reference", "triton"))
-def test_gated_activation(measure, differentiated, random, dtype, mode, provider):
+def test_gated_activation(compare, random, mode):
     """silu(gate) * value between GEMMs that are not part of the op."""
     rows, d_ff = (16384, 11008) if GPU else (256, 1408)
-    gate, value = random(rows, d_ff), random(rows, d_ff)
-    compute = implementation(provider, ACTIVATION, ff.gated_activation)
-    passes = 3 if mode == "forward" else 8
-    measure(
-        differentiated(lambda: compute(gate, value), (gate, value)),
-        group=f"gated_activation {d_ff} rows={rows} {mode}",
-        provider=provider,
-        dtype=dtype,
-        nbytes=passes * rows * d_ff * gate.element_size(),
-        rows=rows,
-        d_ff=d_ff,
-    )
+    inputs = random(rows, d_ff), random(rows, d_ff)
+    figures = dict(nbytes=(3 if mode == "forward" else 8) * inputs[0].nbytes, rows=rows, d_ff=d_ff)
+    group = f"gated_activation {d_ff} rows={rows}"
+    compare(group, ACTIVATION, ff.gated_activation, inputs, **figures)
 
 
 def _activation(gate, value):

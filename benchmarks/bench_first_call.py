@@ -59,7 +59,7 @@ def needs_triton():
 def test_import(measure, provider):
     """Each import follows the previous one; that of the kernels includes that of Triton."""
     samples = seconds(provider, PROVIDERS[2])
-    measure(group="imports", provider=provider, samples=samples, dtype="-")
+    measure(group="imports", samples=samples, dtype="-")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -68,4 +68,4 @@ def test_first_call(measure, op, provider):
     samples = seconds(op, provider)
     bf16 = KERNELS == "triton" or "compile" in provider
     dtype = torch.bfloat16 if bf16 else torch.float32
-    measure(group=f"first call of {op}", provider=provider, samples=samples, dtype=dtype)
+    measure(group=f"first call of {op}", samples=samples, dtype=dtype)

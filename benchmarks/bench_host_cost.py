@@ -66,7 +66,7 @@ def test_dispatch(measure, device, dtype, op, provider):
                 call(*given)
 
     group = f"host cost of {op}, {CALLS} calls"
-    measure(calls, group=group, provider=provider, dtype=dtype, on_host=True)
+    measure(calls, group=group, on_host=True)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,5 @@ def test_host_cost(worker, measure, op, mode, provider):
     measure(
         samples=[worker(op, mode, provider) for _ in range(ROUNDS)],
         group=f"host cost of {op} {mode}, {CALLS} calls",
-        provider=provider,
         dtype="bfloat16",
     )

@@ -11,7 +11,7 @@ import pytest
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import GPU, available, compiled, implementation
+from benchmarks.peers import GPU, available, compiled
 
 OURS = available("reference", "triton")
 PROVIDERS = available("torch", "compile", "liger", "quack", "tutorial") + OURS
@@ -22,86 +22,58 @@ SEQUENCES = 8 if GPU else 2  # of the comparison of lengths
 
 
 @pytest.fixture
-def compare(measure, differentiated, random, dtype, mode, provider):
-    def run(rows, width, group, **shape):
-        if provider == "quack" and mode != "forward":
-            pytest.skip("QuACK's LayerNorm has no gradient of the bias")
-        x, weight, bias = inputs = random(rows, width), random(width), random(width)
-        compute = implementation(provider, LAYER_NORM, _ours)
-        measure(
-            differentiated(lambda: compute(x, weight, bias), inputs),
-            group=f"layer_norm {group} {mode}",
-            provider=provider,
-            dtype=dtype,
-            nbytes=(2 if mode == "forward" else 5) * x.nbytes,
-            rows=rows,
-            width=width,
-            **shape,
-        )
+def compare_rows(compare, random, mode):
+    def run(op, peers, ours, width, rows=None, parameters=1, sums=False, label="", **shape):
+        rows = rows or max(256, ROWS * 512 // width)
+        inputs = [random(rows, width) for _ in range(1 + sums)]
+        inputs += [random(width) for _ in range(parameters)]
+        passes = (4, 9) if sums else (2, 5)
+        nbytes = passes[mode != "forward"] * inputs[0].nbytes
+        group = f"{op} N={width} {label or f'rows={rows}'}"
+        compare(group, peers, ours, inputs, nbytes=nbytes, rows=rows, width=width, **shape)
 
     return run
 
 
 @pytest.fixture
-def compare_sums(measure, differentiated, random, dtype, mode, provider):
-    def run(op, peers, ours, parameters, width):
-        rows = max(256, ROWS * 512 // width)
-        x, residual = random(rows, width), random(rows, width)
-        inputs = x, residual, *(random(width) for _ in range(parameters))
-        compute = implementation(provider, peers, ours)
-        measure(
-            differentiated(lambda: compute(*inputs), inputs),
-            group=f"{op} N={width} rows={rows} {mode}",
-            provider=provider,
-            dtype=dtype,
-            nbytes=(4 if mode == "forward" else 9) * x.nbytes,
-            rows=rows,
-            width=width,
-            dropout_p=P,
-        )
+def compare_layer_norm(compare_rows, mode, provider):
+    def run(width, **options):
+        if provider == "quack" and mode != "forward":
+            pytest.skip("QuACK's LayerNorm has no gradient of the bias")
+        compare_rows("layer_norm", LAYER_NORM, _ours, width, parameters=2, **options)
 
     return run
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_lengths(compare, length):
-    compare(SEQUENCES * length, 512, f"N=512 S={length}", length=length)
+def test_lengths(compare_layer_norm, length):
+    compare_layer_norm(512, rows=SEQUENCES * length, label=f"S={length}")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_widths(compare, width):
-    rows = max(256, ROWS * 512 // width)
-    compare(rows, width, f"N={width} rows={rows}")
+def test_widths(compare_layer_norm, width):
+    compare_layer_norm(width)
 
 
 @pytest.mark.parametrize("provider", [p for p in PROVIDERS if p != "tutorial"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rms_norm(measure, differentiated, random, dtype, mode, width, provider):
-    rows = max(256, ROWS * 512 // width)
-    x, weight = random(rows, width), random(width)
-    compute = implementation(provider, RMS, _ours_rms)
-    measure(
-        differentiated(lambda: compute(x, weight), (x, weight)),
-        group=f"rms_norm N={width} rows={rows} {mode}",
-        provider=provider,
-        dtype=dtype,
-        nbytes=(2 if mode == "forward" else 5) * x.nbytes,
-        rows=rows,
-        width=width,
-    )
+def test_rms_norm(compare_rows, width):
+    compare_rows("rms_norm", RMS, _ours_rms, width)
 
 
 @pytest.mark.parametrize("provider", [*available("torch", "compile", "flash-attn"), *OURS])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_dropout_add_layer_norm(compare_sums, width):
-    compare_sums("dropout_add_layer_norm", ADD, _ours_add, 2, width)
+def test_dropout_add_layer_norm(compare_rows, width):
+    op = "dropout_add_layer_norm"
+    compare_rows(op, ADD, _ours_add, width, parameters=2, sums=True, dropout_p=P)
 
 
 @pytest.mark.parametrize("provider", [*available("torch", "compile"), *OURS])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_dropout_add_rms_norm(compare_sums, width):
-    compare_sums("dropout_add_rms_norm", ADD_RMS, _ours_add_rms, 1, width)
+def test_dropout_add_rms_norm(compare_rows, width):
+    op = "dropout_add_rms_norm"
+    compare_rows(op, ADD_RMS, _ours_add_rms, width, sums=True, dropout_p=P)
 
 
 def _ours_add_rms(x, residual, weight):

@@ -76,7 +76,6 @@ def record(measure, group, provider, tokens, one, **sizes):
         group=group,
         provider=provider,
         backend="triton" if GPU else "reference",
-        dtype=torch.bfloat16 if GPU else torch.float32,
         tokens_per_s=tokens / sorted(one["samples"])[len(one["samples"]) // 2],
         peak_mib=one["peak"] / 2**20,
         sent_mib=one["sent"] / 2**20,
@@ -113,5 +112,5 @@ def test_attention(measure, length, processes, method):
     method = method if processes > 1 else "alone"
     one = next(x for x in found(processes) if (x["way"], x.get("length")) == (method, length))
     group = f"attention of a sequence shared by {processes} processes, S={length}"
-    sizes = dict(heads=SETTINGS.heads, length=length, head_dim=SETTINGS.dim)
+    sizes = dict(heads=SETTINGS.heads, head_dim=SETTINGS.dim)
     record(measure, group, method, length, one, processes=processes, **sizes)

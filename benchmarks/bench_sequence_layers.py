@@ -71,10 +71,7 @@ def test_sequence_layers(measure, differentiated, random, device, dtype, length,
     measure(
         differentiated(lambda: layer(x), inputs),
         group=f"sequence layer d={D} S={length} {mode}",
-        provider=provider,
-        dtype=dtype,
         flops=3 * products + 3.5 * pairs if both else products + pairs,
-        length=length,
         d_model=D,
         work=work,
     )

@@ -7,6 +7,9 @@ nn.Dropout, nn.LayerNorm. Before the timing both are compared in evaluation. `tu
 Annotated Transformer's attention and LayerNorm, which has another formula (std + eps). On a GPU
 `compile` is torch.compile of `torch`.
 
+An epoch is `run_epoch` with Adam, also with `cuda_graph=True`, beside `torch` compiled with
+mode="reduce-overhead", whose forward and backward are CUDA graphs, too.
+
 `packed` trains on `Batch(..., packed=True)`, the same losses without computing the padding, beside
 the padded batch on the same model (`auto`). Its time includes the packing.
 
@@ -24,7 +27,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer as ff
-from benchmarks.peers import BACKENDS, GPU, available, backend_of, check_agreement
+from benchmarks.cpu import half_padding, loss_of
+from benchmarks.peers import (
+    BACKENDS,
+    GPU,
+    available,
+    backend_of,
+    check_agreement,
+    tutorial_attention,
+)
 from fastformer.training.copy_task import PAD, CopyData, Settings
 from fastformer.training.training import LabelSmoothing, SimpleLossCompute, make_optimizer
 
@@ -32,6 +43,8 @@ D_MODEL, D_FF, HEADS, P = 512, 2048, 8, 0.1
 
 
 class PlainAttention(nn.Module):
+    attend = staticmethod(F.scaled_dot_product_attention)
+
     def __init__(self, like: ff.MultiHeadedAttention) -> None:
         super().__init__()
         self.h, self.p = like.h, like.dropout.p
@@ -44,8 +57,7 @@ class PlainAttention(nn.Module):
             linear(x).unflatten(2, (self.h, -1)).transpose(1, 2)
             for linear, x in zip(self.linears, (query, key, value))
         )
-        p = self.p if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, mask.unsqueeze(1), p)
+        x = self.attend(q, k, v, mask.unsqueeze(1), self.p if self.training else 0.0)
         return self.linears[3](x.transpose(1, 2).flatten(2))
 
 
@@ -67,15 +79,7 @@ PLAIN = {
 
 
 class TutorialAttention(PlainAttention):
-    def forward(self, query, key, value, mask):
-        q, k, v = (
-            linear(x).unflatten(2, (self.h, -1)).transpose(1, 2)
-            for linear, x in zip(self.linears, (query, key, value))
-        )
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        weights = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9).softmax(-1)
-        x = F.dropout(weights, self.p, self.training) @ v
-        return self.linears[3](x.transpose(1, 2).flatten(2))
+    attend = staticmethod(tutorial_attention)
 
 
 class TutorialNorm(nn.Module):
@@ -147,30 +151,34 @@ def _backend_taken(backend, device):
         return ff.explain("layer_norm", torch.zeros(1, 8, device=device), 8).backend
 
 
-def _measure_step(measure, provider, device, models, step, inputs, **figures):
-    """Check that the provider's model agrees with the plain one, and measure step(model)."""
-    with torch.no_grad(), backend_of(provider):
-        expected, actual = (models[name].eval()(*inputs) for name in ("torch", provider))
-    check_agreement(provider, actual, expected, 0.1 if provider == "tutorial" else None)
-    for model in models.values():
-        model.train()
+@pytest.fixture
+def measure_step(measure, provider, device):
+    """measure_step(models, step, inputs, ...): check that the provider's model agrees with the
+    plain one, and measure step(model).
+    """
 
-    def call():
-        with backend_of(provider):
-            step(models[provider])
+    def run(models, step, inputs, **figures):
+        with torch.no_grad(), backend_of(provider):
+            expected, actual = (models[name].eval()(*inputs) for name in ("torch", provider))
+        check_agreement(provider, actual, expected, 0.1 if provider == "tutorial" else None)
+        for model in models.values():
+            model.train()
 
-    measure(
-        call,
-        provider=provider,
-        backend=_backend_taken(provider, device) if provider in BACKENDS else None,
-        dtype=expected.dtype,
-        dropout_p=P,
-        **figures,
-    )
+        def call():
+            with backend_of(provider):
+                step(models[provider])
+
+        backend = _backend_taken(provider, device) if provider in BACKENDS else None
+        measure(call, backend=backend, dtype=expected.dtype, dropout_p=P, **figures)
+
+    return run
+
+
+SIZES = dict(d_model=D_MODEL, d_ff=D_FF, heads=HEADS)
 
 
 @pytest.mark.parametrize("provider", ["torch", *BACKENDS])
-def test_copy_task(measure, device, provider):
+def test_copy_task(measure_step, device):
     settings = Settings(steps=1, device=device, dropout=P)
     batch = next(iter(CopyData(settings)))
     ours = settings.model()
@@ -182,33 +190,20 @@ def test_copy_task(measure, device, provider):
     inputs = (batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
 
     def step(model):
-        loss = SimpleLossCompute(model.generator, criterion)(
-            model(*inputs), batch.tgt_y, batch.ntokens
-        )
+        out, loss_compute = model(*inputs), SimpleLossCompute(model.generator, criterion)
+        loss = loss_compute(out, batch.tgt_y, batch.ntokens)
         optimizers[model].zero_grad()
         loss.backward()
         optimizers[model].step()
 
-    _measure_step(
-        measure,
-        provider,
-        device,
-        models,
-        step,
-        inputs,
-        group="copy task, a training step",
-        batch=settings.batch,
-        length=settings.length,
-        d_model=settings.d_model,
-        d_ff=settings.d_ff,
-        heads=settings.h,
-        layers=settings.N,
-    )
+    sizes = dict(batch=settings.batch, length=settings.length, d_model=settings.d_model)
+    sizes |= dict(d_ff=settings.d_ff, heads=settings.h, layers=settings.N)
+    measure_step(models, step, inputs, group="copy task, a training step", **sizes)
 
 
 @pytest.mark.parametrize("provider", [*PEERS, "nn.TransformerEncoderLayer", *BACKENDS])
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096] if GPU else [128, 512])
-def test_encoder_layer(measure, device, dtype, batch, length, provider):
+def test_encoder_layer(measure_step, device, dtype, batch, length):
     attention = ff.MultiHeadedAttention(HEADS, D_MODEL, P)
     feed_forward = ff.PositionwiseFeedForward(D_MODEL, D_FF, P)
     ours = ff.EncoderLayer(D_MODEL, attention, feed_forward, P).to(device, dtype)
@@ -225,27 +220,14 @@ def test_encoder_layer(measure, device, dtype, batch, length, provider):
 
     valid = int(lengths.sum())
     weights = 4 * D_MODEL**2 + 2 * D_MODEL * D_FF
-    _measure_step(
-        measure,
-        provider,
-        device,
-        models,
-        step,
-        (x, mask),
-        group=f"encoder layer S={length}, a training step",
-        flops=3 * 2 * weights * batch * length + 3.5 * 4 * length * valid * D_MODEL,
-        batch=batch,
-        length=length,
-        valid_keys=valid,
-        d_model=D_MODEL,
-        d_ff=D_FF,
-        heads=HEADS,
-    )
+    flops = 3 * 2 * weights * batch * length + 3.5 * 4 * length * valid * D_MODEL
+    group = f"encoder layer S={length}, a training step"
+    measure_step(models, step, (x, mask), group=group, flops=flops, valid_keys=valid, **SIZES)
 
 
 @pytest.mark.parametrize("provider", [*PEERS, *BACKENDS])
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096] if GPU else [64])
-def test_transformer_step(measure, device, dtype, batch, length, provider):
+def test_transformer_step(measure_step, device, dtype, batch, length):
     """The base model, forward and backward of the loss, without the optimizer."""
     N, vocab, batch = (6, 37000, batch) if GPU else (1, 2000, 4)
     ours = ff.make_model(vocab, vocab, N, D_MODEL, D_FF, HEADS, P).to(device, dtype)
@@ -264,23 +246,41 @@ def test_transformer_step(measure, device, dtype, batch, length, provider):
 
     attention, feed_forward = 4 * D_MODEL**2, 2 * D_MODEL * D_FF
     weights = N * (3 * attention + 2 * feed_forward) + D_MODEL * vocab
-    _measure_step(
-        measure,
-        provider,
-        device,
-        models,
-        step,
-        inputs,
-        group=f"Transformer N={N} S={length}, forward and backward",
-        flops=3 * 2 * weights * batch * length + 3 * 3.5 * 4 * N * batch * length**2 * D_MODEL,
-        batch=batch,
-        length=length,
-        vocab=vocab,
-        d_model=D_MODEL,
-        d_ff=D_FF,
-        heads=HEADS,
-        layers=N,
-    )
+    flops = 3 * 2 * weights * batch * length + 3 * 3.5 * 4 * N * batch * length**2 * D_MODEL
+    sizes = dict(batch=batch, vocab=vocab, layers=N, **SIZES)
+    group = f"Transformer N={N} S={length}, forward and backward"
+    measure_step(models, step, inputs, group=group, flops=flops, **sizes)
+
+
+EPOCH = ["torch", "auto", *(["compile", "cuda_graph"] if GPU else [])]
+
+
+@pytest.mark.parametrize("provider", EPOCH)
+@pytest.mark.parametrize("length", [128, 256, 512] if GPU else [64])
+def test_epoch(measure_step, device, dtype, batch, length, provider):
+    """Ten updates of the base model: forward, backward, Adam, and the loss read at the end."""
+    N, vocab, batch, updates = (6, 37000, batch, 10) if GPU else (1, 2000, 4, 2)
+    ours = ff.make_model(vocab, vocab, N, D_MODEL, D_FF, HEADS, P).to(device, dtype)
+    torchs = plain(ours)
+    models = {"torch": torchs, **dict.fromkeys(("auto", "cuda_graph"), ours)}
+    if provider == "compile":
+        models["compile"] = torch.compile(torchs, mode="reduce-overhead")
+    src, tgt = (torch.randint(1, vocab, (batch, n), device=device) for n in (length, length + 1))
+    lengths = torch.linspace(length / 2, length, batch, device=device).int()
+    src[torch.arange(length, device=device) >= lengths[:, None]] = PAD
+    data = ff.Batch(src, tgt)
+    inputs = (data.src, data.tgt, data.src_mask, data.tgt_mask)
+    optimizer = torch.optim.Adam(models[provider].parameters(), 1e-4, capturable=GPU)
+    criterion = LabelSmoothing(vocab, PAD, 0.1)
+
+    def step(model):
+        ff.run_epoch(
+            [data] * updates, model, SimpleLossCompute(model.generator, criterion), optimizer,
+            progress=False, cuda_graph=provider == "cuda_graph",
+        )  # fmt: skip
+
+    group = f"Transformer N={N} S={length}, {updates} updates"
+    measure_step(models, step, inputs, group=group, batch=batch, vocab=vocab, layers=N)
 
 
 PACKED = ["torch", "auto", "packed"]
@@ -296,22 +296,14 @@ def test_without_padding(measure, request, device, dtype, batch, length, model, 
     if not (GPU or request.config.getoption("slow")):
         pytest.skip("takes a minute on a CPU: --slow")
     N, vocab, batch = (6, 37000, batch) if GPU else (1, 2000, 8)
-    translates = model == "translation"
-    make = ff.make_model if translates else ff.make_decoder
-    ours = make(*(vocab,) * (1 + translates), N, D_MODEL, D_FF, HEADS, P).to(device, dtype)
+    make = ff.make_model if model == "translation" else ff.make_decoder
+    vocabularies = (vocab,) * (2 if model == "translation" else 1)
+    ours = make(*vocabularies, N, D_MODEL, D_FF, HEADS, P).to(device, dtype)
     models = {"torch": plain(ours), "auto": ours, "packed": ours}
-    src, tgt = (torch.randint(1, vocab, (batch, n), device=device) for n in (length, length + 1))
-    lengths = torch.linspace(1, length, batch, device=device).int()
-    src[torch.arange(length, device=device) >= lengths[:, None]] = PAD
-    tgt[torch.arange(length + 1, device=device) > lengths[:, None]] = PAD
-    criterion = LabelSmoothing(vocab, PAD, 0.1)
+    src, tgt, tokens = half_padding(model == "translation", batch, length, vocab, device)
 
     def loss(provider):
-        model = models[provider]
-        data = ff.Batch(src if translates else None, tgt, PAD, packed=provider == "packed")
-        inputs = (data.src, data.tgt, data.src_mask, data.tgt_mask)
-        out = model(*(inputs if translates else inputs[1::2]))
-        return SimpleLossCompute(model.generator, criterion)(out, data.tgt_y, data.ntokens)
+        return loss_of(models[provider], src, tgt, vocab, packed=provider == "packed")
 
     def step():
         models[provider].zero_grad()
@@ -323,16 +315,7 @@ def test_without_padding(measure, request, device, dtype, batch, length, model, 
         check_agreement(provider, loss(provider), loss("torch"))
     for module in models.values():
         module.train()
-    measure(
-        step,
-        group=f"{model} N={N} S={length}, half padding, forward and backward",
-        provider=provider,
-        backend=None if provider == "torch" else _backend_taken("auto", device),
-        dtype=dtype,
-        dropout_p=P,
-        batch=batch,
-        length=length,
-        tokens=int(lengths.sum()),
-        vocab=vocab,
-        layers=N,
-    )
+    group = f"{model} N={N} S={length}, half padding, forward and backward"
+    backend = None if provider == "torch" else _backend_taken("auto", device)
+    sizes = dict(batch=batch, tokens=tokens, vocab=vocab, layers=N, dropout_p=P)
+    measure(step, group=group, backend=backend, **sizes)

@@ -79,12 +79,9 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
     measure(
         lambda: step(provider),
         group=f"{name}, {layers} layers, S={length}, a training step",
-        provider=provider,
         backend=_backend_taken(provider, device, dtype) if provider in BACKENDS else None,
-        dtype=dtype,
         flops=3 * 2 * weights * batch * length + 3.5 * 4 * layers * pairs * D_MODEL,
         batch=batch,
-        length=length,
         valid_keys=valid,
         d_model=D_MODEL,
         heads=HEADS,

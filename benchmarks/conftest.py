@@ -30,6 +30,7 @@ import torch
 from benchmarks import peers, report
 from benchmarks.gpu import journal
 from benchmarks.memory import peak_bytes
+from benchmarks.peers import implementation
 from benchmarks.report import CAPTURED
 from fastformer.environment import describe
 
@@ -164,6 +165,22 @@ def differentiated(mode):
     return make
 
 
+@pytest.fixture
+def compare(measure, differentiated, mode, provider):
+    """compare(group, peers, ours, inputs, ...): measure the provider's function of the inputs: that
+    of `peers`, or else `ours` on the backend of that name. It is differentiated by the inputs that
+    require gradients.
+    """
+
+    def run(group, peers, ours, inputs, **figures):
+        function = implementation(provider, peers, ours)
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        call = differentiated(lambda: function(*inputs), leaves)
+        measure(call, group=f"{group} {mode}", **figures)
+
+    return run
+
+
 _shown = None  # the group of which a line stands on the terminal
 
 
@@ -186,34 +203,27 @@ def measure(benchmark, device, request):
         call: the work, a function without arguments. In its place `samples` may hold the seconds
             that it took in another process.
         group: the name that the providers of the same work share; `torch`, if any, comes first.
-        provider: the name of the provider.
         backend: the backend on which a provider ran that chooses one.
         flops, nbytes: those of one call, by the formula in the benchmark. 0 omits the figure.
         dtype: the dtype of the call and of the roofline.
         on_host: measures the time of the host, on a GPU as well.
-        shape: the sizes to record.
+        facts: the sizes to record. `batch` and `length` of the test are recorded as well, and its
+            `provider` is the name of the provider.
     """
 
     def run(
-        call=None,
-        *,
-        group,
-        provider,
-        dtype,
-        backend=None,
-        flops=0,
-        nbytes=0,
-        samples=None,
-        on_host=False,
-        **shape,
-    ):
+        call=None, *, group, backend=None, flops=0, nbytes=0, dtype=DTYPE, samples=None,
+        on_host=False, **facts,
+    ):  # fmt: skip
+        given = {**request.node.callspec.params, **request.node.funcargs, **facts}
+        provider = given["provider"]
+        shape = {name: given[name] for name in ("batch", "length") if name in given} | facts
         benchmark.group = group
         _show(request.config, group)
         info = benchmark.extra_info
-        info.update(
-            _facts(device, torch.get_num_threads()), provider=provider, backend=backend or provider
-        )
-        info.update(dtype=str(dtype).removeprefix("torch."), **shape)
+        info.update(_facts(device, torch.get_num_threads()))
+        info["dtype"] = str(dtype).removeprefix("torch.")
+        info.update({**shape, "provider": provider, "backend": backend or provider})
         if benchmark.disabled:
             benchmark(call or (lambda: None))
             return
@@ -464,17 +474,7 @@ def pytest_terminal_summary(terminalreporter, config):
     results = report.Results([row for row in rows if "ms" in row])
     if not results.rows:
         return
-    write = terminalreporter.write_line
+    results.absent = peers.ABSENT
     terminalreporter.section("fastformer beside its peers")
-    write(" " * 34 + "".join(f"{title:>10s}" for title in report.COLUMNS))
-    for group, rows in results.groups().items():
-        write(group)
-        for name, cells in report.table(rows):
-            write(f"    {name:30s}" + "".join(f"{cell:>10s}" for cell in cells))
-    write("")
-    notes = [report.machine(results.rows[0])]
-    notes += [f"roofline in {text}" for text in report.rooflines(results.rows)]
-    notes += map(str, report.growth(results))
-    notes += [f"absent: {name} ({why})" for name, why in peers.ABSENT.items()]
-    for note in notes + NOTES:
-        write(note)
+    for line in report.text(results) + NOTES:
+        terminalreporter.write_line(line)

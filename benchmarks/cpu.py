@@ -129,23 +129,38 @@ def encoder_layer() -> tuple[Call, Call]:
     )
 
 
+def half_padding(
+    translates: bool, batch: int, length: int, vocab: int, device: Any = None
+) -> tuple[Tensor | None, Tensor, int]:
+    """Return sources and targets whose lengths spread evenly from 1 to `length`, and how many
+    tokens are no padding. A language model has no sources.
+    """
+    src, tgt = (torch.randint(1, vocab, (batch, n), device=device) for n in (length, length + 1))
+    lengths = torch.linspace(1, length, batch, device=device).int().unsqueeze(1)
+    src[torch.arange(length, device=device) >= lengths] = PAD
+    tgt[torch.arange(length + 1, device=device) > lengths] = PAD
+    return src if translates else None, tgt, int(lengths.sum())
+
+
+def loss_of(model: Any, src: Tensor | None, tgt: Tensor, vocab: int, packed: bool) -> Tensor:
+    """Return the loss of a batch, which is made anew, with its padding or without."""
+    data = ff.Batch(src, tgt, PAD, packed=packed)
+    inputs = (data.src, data.tgt, data.src_mask, data.tgt_mask)
+    out = model(*(inputs[1::2] if src is None else inputs))
+    criterion = ff.LabelSmoothing(vocab, PAD, 0.1)
+    return ff.SimpleLossCompute(model.generator, criterion)(out, data.tgt_y, data.ntokens)
+
+
 def without_padding(translates: bool) -> tuple[Call, Call]:
     """Forward and backward of a batch without its padding, and with it: half of the tokens."""
-    batch, length, vocab = 8, 64, 2000
+    vocab = 2000
     make = ff.make_model if translates else ff.make_decoder
     model = make(*(vocab,) * (1 + translates), N=1, dropout=0.1)
-    src, tgt = (torch.randint(1, vocab, (batch, n)) for n in (length, length + 1))
-    lengths = torch.linspace(1, length, batch).int().unsqueeze(1)
-    src[torch.arange(length) >= lengths] = PAD
-    tgt[torch.arange(length + 1) > lengths] = PAD
-    loss_compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(vocab, PAD, 0.1))
+    src, tgt, _ = half_padding(translates, 8, 64, vocab)
 
     def step(packed: bool) -> None:
-        data = ff.Batch(src if translates else None, tgt, PAD, packed=packed)
-        inputs = (data.src, data.tgt, data.src_mask, data.tgt_mask)
-        out = model(*(inputs if translates else inputs[1::2]))
         model.zero_grad()
-        loss_compute(out, data.tgt_y, data.ntokens).backward()
+        loss_of(model, src, tgt, vocab, packed).backward()
 
     return lambda: step(True), lambda: step(False)
 

@@ -2,16 +2,25 @@
 each is called.
 """
 
+import importlib
 import importlib.util
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastformer as ff
 
 GPU = torch.cuda.is_available()
 BACKENDS = ["auto", "reference", "triton"] if GPU else ["auto"]  # of whole models
 ABSENT = {}  # provider: the reason why `available` left it out
+# torch's default attention has not been the fastest one on every GPU, so each backend is forced.
+FORCED = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 
 
 def available(*names):
@@ -69,6 +78,45 @@ def implementation(provider, peers, ours):
             return ours(*inputs)
 
     return on_backend
+
+
+def flash_attn(provider):
+    """Import the package of flash-attn or flash-attn 3."""
+    return importlib.import_module(PACKAGES[provider])
+
+
+def sdpa(provider, *inputs, **options):
+    """Call torch's attention, by its backend of that name if it is one of FORCED."""
+    if provider not in FORCED:
+        return F.scaled_dot_product_attention(*inputs, **options)
+    with sdpa_kernel(FORCED[provider]):
+        return F.scaled_dot_product_attention(*inputs, **options)
+
+
+def tutorial_attention(q, k, v, mask=None, p=0.0, bias=None):
+    """Compute attention as the Annotated Transformer does."""
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, -1e9)
+    return F.dropout(scores.softmax(-1), p) @ v
+
+
+def rotary_embedding(query, key, cos, sin, query_norm=None, key_norm=None):
+    """Turn queries and keys as Llama and Qwen3 of transformers do."""
+    rotary, found = cos.shape[-1], []
+    cos, sin = cos.to(query.dtype), sin.to(query.dtype)
+    for x, weight in ((query, query_norm), (key, key_norm)):
+        if weight is not None:
+            wide = x if x.dtype == torch.float64 else x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            x = weight * wide.to(x.dtype)
+        first, rest = x[..., :rotary], x[..., rotary:]
+        a, b = first.chunk(2, -1)
+        turned = first * cos + torch.cat((-b, a), -1) * sin
+        found.append(torch.cat((turned, rest), -1) if rest.shape[-1] else turned)
+    return tuple(found)
 
 
 def backend_of(provider):

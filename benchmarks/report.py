@@ -16,6 +16,7 @@ import importlib.util
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,6 +148,23 @@ def table(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
         yield name, [_cell(cell) for cell in cells]
 
 
+def text(results: Results, ours: bool = False) -> list[str]:
+    """Return the table for a terminal, and what is to be said about it; with `ours` without the
+    rows of peers on a GPU.
+    """
+    lines = [" " * 34 + "".join(f"{title:>10s}" for title in COLUMNS)]
+    for group, rows in results.groups().items():
+        lines.append(group)
+        for row, (name, cells) in zip(rows, table(rows)):
+            if not ours or row["backend"] == "triton" or not row.get("gpu"):
+                lines.append(f"    {name:30s}" + "".join(f"{cell:>10s}" for cell in cells))
+    lines += ["", *dict.fromkeys(map(machine, results.rows))]
+    lines += [f"roofline in {roofline}" for roofline in rooflines(results.rows)]
+    lines += map(str, growth(results))
+    lines += [f"absent: {name} ({why})" for name, why in sorted(results.absent.items())]
+    return lines + [f"FAILED {test}: {why.splitlines()[0]}" for test, why in results.failed.items()]
+
+
 def _cell(value: float | None) -> str:
     if value is None:
         return "-"
@@ -192,9 +210,7 @@ def growth(results: Results) -> list[Growth]:
 def exponent(points: Sequence[tuple[float, float]]) -> float:
     """Return the slope of log y over log x, by least squares."""
     x, y = ([math.log(v) for v in values] for values in zip(*points))
-    x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
-    products = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y))
-    return products / sum((a - x_mean) ** 2 for a in x)
+    return statistics.linear_regression(x, y).slope
 
 
 def machine(row: Row) -> str:
@@ -404,8 +420,7 @@ def accuracy_table() -> list[str]:
         "",
         "Each cell holds the largest relative error against float64, over the output "
         "and every gradient: of the kernels / of eager PyTorch in the same dtype. `inf` means that "
-        "eager PyTorch overflows. `python -m benchmarks.proof.accuracy --print` lists "
-        "every case.",
+        "eager PyTorch overflows. benchmarks/results/accuracy.csv lists every case.",
         "",
         "| op | " + " | ".join(dtypes) + " |",
         "|---" * (1 + len(dtypes)) + "|",

@@ -27,6 +27,11 @@ def shape_of(x: Tensor) -> str:
     return "[" + ", ".join(str(n) for n in x.shape) + "]"
 
 
+def wrong_shape(name: str, x: Tensor, expected: str) -> ValueError:
+    """Return the error of a tensor with another shape than the expected one."""
+    return ValueError(f"{name} has shape {shape_of(x)}; expected {expected}")
+
+
 def require_tensor(name: str, x: object, expected: str = "a tensor") -> None:
     """Require a dense, strided tensor."""
     if not isinstance(x, Tensor):
@@ -34,6 +39,12 @@ def require_tensor(name: str, x: object, expected: str = "a tensor") -> None:
     if x.layout is not STRIDED or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{name} is a {kind} tensor; expected a dense one (to_dense, to_padded)")
+
+
+def require_instance(name: str, x: object, kind: Any, expected: str) -> None:
+    """Require an instance of a class, or of one of several."""
+    if not isinstance(x, kind):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
 
 
 def require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) -> None:
@@ -55,6 +66,21 @@ def require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) 
             raise TypeError(f"{name} has dtype {x.dtype}; expected that of {first_name}, {dtype}")
         elif x.device != device:
             require_device(name, x, first_name, first)
+
+
+def require_integers(name: str, x: Tensor, expected: str = "an integer tensor") -> None:
+    """Require a dense tensor of integers."""
+    require_tensor(name, x, expected)
+    if x.dtype not in INTEGERS:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected integers")
+
+
+def require_values(name: str, x: Tensor, last: int, expected: str) -> None:
+    """Require integers from 0 to `last`, if they may be read."""
+    if may_read(x) and x.numel():
+        low, high = map(int, x.aminmax())
+        if low < 0 or high > last:
+            raise ValueError(f"{name} holds {low if low < 0 else high}; expected {expected}")
 
 
 def require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
@@ -82,6 +108,14 @@ def require_positive(name: str, x: float) -> float:
     x = require_number(name, x, "a positive number")
     if not 0.0 < x < float("inf"):
         raise ValueError(f"{name} is {x}; expected a positive number")
+    return x
+
+
+def require_not_negative(name: str, x: float) -> float:
+    """Require a finite number that is not negative."""
+    x = require_number(name, x)
+    if not 0.0 <= x < float("inf"):
+        raise ValueError(f"{name} is {x}; expected a finite number that is not negative")
     return x
 
 
@@ -117,7 +151,7 @@ def require_flag(name: str, x: bool) -> bool:
 
 
 def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
-    """Require one of several words."""
+    """Require one of several strings."""
     if not isinstance(x, str) or x not in choices:
         raise ValueError(f"{name} is {x!r}; expected one of {', '.join(choices)}")
     return x
@@ -126,9 +160,13 @@ def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
 def draw_seeds(
     n: int, device: torch.device | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return n seeds of torch's generator; on a CPU they are those of n calls for one."""
-    range_ = -(2**63), 2**63 - 1
-    return torch.randint(*range_, (n,), dtype=torch.int64, device=device, generator=generator)
+    """Return n seeds [n] of torch's generator; on a CPU they are those of n calls for one. On a GPU
+    they lie 16 bytes apart: a kernel is compiled for the alignment of its pointers.
+    """
+    spaced = n > 1 and device is not None and device.type != "cpu"
+    sizes, range_ = (n, 2) if spaced else (n,), (-(2**63), 2**63 - 1)
+    seeds = torch.randint(*range_, sizes, dtype=torch.int64, device=device, generator=generator)
+    return seeds[:, 0] if spaced else seeds
 
 
 def seed_tensor(
@@ -182,9 +220,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 def require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
     """Require integers [...], each the index of a row of weight [V, N]."""
-    require_tensor(name, ids, "an integer tensor")
-    if ids.dtype not in INTEGERS:
-        raise TypeError(f"{name} has dtype {ids.dtype}; expected integers")
+    require_integers(name, ids)
     require_device(name, ids, "weight", weight)
     if may_read(ids) and ids.numel():
         low, high, last = int(ids.min()), int(ids.max()), weight.shape[0] - 1

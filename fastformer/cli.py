@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -21,8 +22,6 @@ from fastformer import environment, tuning
 from fastformer.dispatch import backends, measurements
 from fastformer.ops import examples
 from fastformer.training import copy_task, parallel_copy_task, plots
-
-__all__ = ["run_copy_task", "run_info", "run_plot", "run_tune"]
 
 # ---------------------------------------------------------------------------------------- copy-task
 
@@ -75,11 +74,11 @@ def _train_in_parallel(arguments: argparse.Namespace, settings: copy_task.Settin
     kind, seconds = settings.device.type, arguments.timeout
     with parallel_copy_task.process_group(kind, seconds) as device:
         settings = replace(settings, device=device)
-        way = parallel_copy_task.Parallel(arguments.parallel, settings, arguments.checkpoint)
+        trainer = parallel_copy_task.Parallel(arguments.parallel, settings, arguments.checkpoint)
         # torchrun prints the error of the process that failed first.
-        compared: Any = record(parallel_copy_task.compare)(settings, backend, way)
+        compared: Any = record(parallel_copy_task.compare)(settings, backend, trainer)
         runs, faults = compared
-        return _report(arguments, settings, runs, faults, way.rank == 0)
+        return _report(arguments, settings, runs, faults, trainer.rank == 0)
 
 
 def _report(
@@ -140,12 +139,12 @@ def _threads(number: int) -> Iterator[None]:
 
 def _command(arguments: argparse.Namespace) -> str:
     """Return the command line that repeats these runs, with the value of every option."""
-    words = ["fastformer", "copy-task"]
+    command = ["fastformer", "copy-task"]
     for name, value in vars(arguments).items():
         if value is not None and name not in ("command", "parser", "json", "plot", "dpi"):
             option = {"N": "layers", "h": "heads"}.get(name, name.replace("_", "-"))
-            words += [f"--{option}"] if value is True else [f"--{option}", str(value)]
-    return shlex.join(words)
+            command += [f"--{option}"] if value is True else [f"--{option}", str(value)]
+    return shlex.join(command)
 
 
 # --------------------------------------------------------------------------------------------- plot
@@ -169,16 +168,11 @@ def run_plot(arguments: argparse.Namespace) -> int:
     elif arguments.json is not None:
         figure = _loss_curves(arguments.json, parser)
     else:
-        words = ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
-        words += ["--plot", str(arguments.out), "--dpi", str(arguments.dpi)]
-        return fastformer_command.main(["copy-task", *words])
+        options = ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
+        options += ["--plot", str(arguments.out), "--dpi", str(arguments.dpi)]
+        return fastformer_command.main(["copy-task", *options])
     _save_figure(figure, arguments.out, arguments.dpi)
     return 0
-
-
-def _title(run: dict[str, Any]) -> str:
-    named = [run["backend"], run.get("parallel"), "interpreted" if run["interpreted"] else None]
-    return ", ".join(word for word in named if word)
 
 
 def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:
@@ -186,10 +180,11 @@ def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:
     try:
         result = json.loads(path.read_text())
         where, runs = result["environment"], result["runs"]
-        curves = {
-            _title(run): [math.nan if loss is None else loss for loss in run["losses"]]
-            for run in runs
-        }
+        curves = {}
+        for run in runs:
+            losses = [math.nan if loss is None else loss for loss in run["losses"]]
+            given = run["backend"], run["interpreted"], losses, math.nan, None
+            curves[copy_task.Run(*given, parallel=run.get("parallel")).title] = losses
         title = f"Copy task on {where.get('gpu') or where.get('device')}"
     except (OSError, ValueError) as error:
         parser.error(f"{path} is not a result of copy-task --json: {error}")
@@ -243,6 +238,8 @@ def _common_calls(device: torch.device, only: re.Pattern[str]) -> tuning.Calls:
 
 # --------------------------------------------------------------------------------------------- info
 
+_PLAN = "fastformer.kernels.attention.plan"  # HOPPER is empty if Triton has no Gluon
+
 
 def run_info(arguments: argparse.Namespace) -> int:
     try:
@@ -254,26 +251,15 @@ def run_info(arguments: argparse.Namespace) -> int:
     for name in ("fastformer", "python", "torch", "triton", "platform", "threads", "driver"):
         if facts[name] is not None or name == "triton":
             print(f"{name:11} {facts[name] or 'not installed'}")
-    if facts["triton"] is not None and not _has_gluon():
+    if facts["triton"] is not None and not importlib.import_module(_PLAN).HOPPER:
         print(f"{'gluon':11} not in this Triton: fastformer tune leaves out the kernels for Hopper")
     for device in devices:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         print(f"\n{device} {gpu}".rstrip() + f", backend {backend}")
         small = examples.calls(device, torch.float32, False, B=1, S=16, H=2, D=16, V=16)
         for op, given in sorted(dict(small).items()):
-            print(f"  {_explanation(op, given)}")
+            try:
+                print(f"  {backends.explain(op, **given)}")
+            except RuntimeError as error:  # FASTFORMER_BACKEND=triton where it cannot run
+                print(f"  {error}")
     return 0
-
-
-def _has_gluon() -> bool:
-    """Return whether Triton has the language of kernels/attention/hopper.py."""
-    from fastformer.kernels.attention import plan
-
-    return bool(plan.HOPPER)
-
-
-def _explanation(op: str, given: dict[str, Any]) -> str:
-    try:
-        return str(backends.explain(op, **given))
-    except RuntimeError as error:  # FASTFORMER_BACKEND=triton where it cannot run
-        return str(error)

@@ -183,6 +183,22 @@ def beyond_torch(attention: Attention) -> list[str]:
     return found
 
 
+def parts(
+    projected: Tensor, memory: Tensor | None, heads: int, order: Sequence[int]
+) -> list[Tensor]:
+    """Return the views of query, key and value in one projection [.., H + 2 G, D], or of the query
+    in one [.., H, D] and of key and value in that of a memory [.., 2 G, D].
+
+    heads: H. order: the dimensions of a projection in the order of the op.
+    """
+    if memory is None:
+        groups = (projected.shape[-2] - heads) // 2
+        found = projected.split([heads, groups, groups], -2)
+    else:
+        found = projected, *memory.chunk(2, -2)
+    return [x.permute(order) for x in found]
+
+
 def pack(arguments: Iterable[Any]) -> list[Any]:
     """Return the arguments of an op in the order of its schema, with a description flattened."""
     flat: list[Any] = []

@@ -73,10 +73,6 @@ class Call:
     def __call__(self, backend: str = "triton") -> tuple[Tensor, ...]:
         return self.results(self.arguments, backend)
 
-    def leaves(self, arguments: Arguments) -> list[Tensor]:
-        tensors = (x for x in flat(arguments).values() if isinstance(x, Tensor))
-        return [x for x in tensors if x.requires_grad]
-
     def forward(self) -> tuple[Tensor, ...]:
         with torch.no_grad():
             return self.outputs(self.arguments, "triton")
@@ -98,7 +94,7 @@ class Call:
                 random = (torch.randn(x.shape, generator=make, device=self.device) for x in outputs)
                 made = [g.to(self.dtype).to(x.dtype) for g, x in zip(random, outputs)]
                 self._cotangents[key] = made
-            given = outputs, self.leaves(arguments), self._cotangents[key]
+            given = outputs, _leaves(arguments), self._cotangents[key]
             grads = torch.autograd.grad(*given, materialize_grads=True)
         return *(x.detach() for x in outputs), *grads
 
@@ -114,11 +110,13 @@ class Call:
     def disagreement(self, lengths: tuple[int, int]) -> str | None:
         """Return which result of a small call breaks the numerics policy, and how, or None."""
         given, exact, eager = self.small(lengths)
-        have, grads = self.results(given, "triton"), len(self.leaves(given)) * self.gradient
+        have, grads = self.results(given, "triton"), len(_leaves(given)) * self.gradient
         return numerics.first_disagreement(have, exact, eager, len(have) - grads)
 
-    def drop_reason(self) -> str | None:
-        """Return why the candidate whose context is active may not be chosen, or None."""
+    def drop_reason(self, run: Callable[[], Any] | None = None) -> str | None:
+        """Return why the candidate whose context is active may not be chosen, or None. run: of a
+        kernel in Gluon, the pass that has it; such a kernel is checked for longer.
+        """
         if (reason := self.disagreement(LENGTHS)) is not None:
             return reason
         if not all(map(torch.equal, self(), self())):
@@ -129,15 +127,14 @@ class Call:
         for backend in ("triton", "reference"):
             with torch.no_grad(), use_formula():
                 nans.append([x.isnan() for x in self.outputs(given, backend)])
-        return None if all(map(torch.equal, *nans)) else "NaN reaches other elements of the output"
+        if not all(map(torch.equal, *nans)):
+            return "NaN reaches other elements of the output"
+        return None if run is None else self._gluon_drop_reason(run)
 
-    def gluon_drop_reason(self, run: Callable[[], Any]) -> str | None:
-        """Return why a candidate in Gluon may not be chosen. `run` is the pass that has it."""
-        if (reason := self.drop_reason()) is not None:
-            return reason
+    def _gluon_drop_reason(self, run: Callable[[], Any]) -> str | None:
         for lengths in ODD:
             self.small(lengths)  # the reference, without the fences
-            with backends.fenced() as found:
+            with backends.tuned().fenced() as found:
                 reason = self.disagreement(lengths)
             if reason := next(iter(found), reason):
                 q, k = lengths
@@ -150,6 +147,10 @@ class Call:
         return None
 
 
+def _leaves(arguments: Arguments) -> list[Tensor]:
+    return [x for x in flat(arguments).values() if isinstance(x, Tensor) and x.requires_grad]
+
+
 def _double(name: str, x: Any) -> Any:
     return x.detach().double().requires_grad_(x.requires_grad) if _is_floating(x) else x
 
@@ -158,7 +159,7 @@ def _double(name: str, x: Any) -> Any:
 
 
 class Candidate(NamedTuple):
-    """One way to compute a class of calls.
+    """An implementation of a class of calls.
 
     `drop_reason` returns why it may not be chosen. `call` and `drop_reason` run in the `context`. A
     baseline is only timed for comparison, and never chosen.
@@ -195,28 +196,27 @@ def jobs(work: Work, key: Class, file: str) -> Iterator[tuple[Class, list[Candid
     shipped first. Each kernel is measured with the best options of the kernels before it: the
     caller puts the result of a job into `work.done` before it asks for the next one.
     """
-    op, arguments = key[0], torch.load(file, weights_only=False)
-    call, chosen = Call(op, arguments), {}  # type: ignore[var-annotated]
+    tuned, op, arguments = backends.tuned(), key[0], torch.load(file, weights_only=False)
+    call, chosen = Call(op, arguments), dict[str, Any]()
     if call.device.type == "cuda":
         torch.cuda.set_device(call.device)
-    with backends.forced(op, {}) as asked:
+    with tuned.forced({}) as asked:
         call.forward()
         early = {(q.kernel, q.case) for q in asked}
         call()
     for kernel, question in {(q.kernel, q.case): q for q in asked}.items():
-        options = {backends.label(o): o for o in (question.shipped, *question.options())}
+        options = {tuned.label(o): o for o in (question.shipped, *question.options())}
         timed = call.forward if kernel in early else call  # time only the pass that has the kernel
         candidates = []
         for name, option in options.items():
-            context = functools.partial(backends.forced, op, {**chosen, question.kernel: option})
-            reason = call.drop_reason
-            if measurements.is_gluon(name):
-                reason = functools.partial(call.gluon_drop_reason, timed)
+            context = functools.partial(tuned.forced, {**chosen, question.kernel: option})
+            run = timed if measurements.is_gluon(name) else None
+            reason = functools.partial(call.drop_reason, run)
             candidates.append(Candidate(name, timed, reason, context))
         if len(candidates := _selected(candidates, work)) > 1:
             yield kernel, candidates
             chosen[question.kernel] = options.get(work.done[kernel].choice or "", question.shipped)
-    kernels = functools.partial(backends.forced, op, chosen)
+    kernels = functools.partial(tuned.forced, chosen)
     candidates = [Candidate("triton", call, call.drop_reason, kernels)]
     computed = OPERATIONS[op].signature(arguments) is not None  # by torch's op
     for name, other in OPERATIONS[op].alternatives.items() if computed else ():
@@ -227,15 +227,15 @@ def jobs(work: Work, key: Class, file: str) -> Iterator[tuple[Class, list[Candid
     yield key, _selected(candidates, work)
 
 
+@contextlib.contextmanager
+def _instead(op: str, name: str, chosen: Mapping[str, Any]) -> Iterator[None]:
+    with backends.tuned().forced(chosen), autograd.replaced(op, name):
+        yield
+
+
 def _selected(candidates: list[Candidate], work: Work) -> list[Candidate]:
     first, *others = candidates
     return [first, *(c for c in others if c.baseline or re.search(work.candidates, c.name))]
-
-
-@contextlib.contextmanager
-def _instead(op: str, name: str, chosen: Mapping[str, Any]) -> Iterator[None]:
-    with backends.forced(op, chosen), autograd.replaced(op, name):
-        yield
 
 
 def measure_job(
@@ -364,33 +364,27 @@ def supervise(
     command = [sys.executable, "-c", "from fastformer.tuning import worker; worker()"]
     while True:
         running, skipped = None, None
-        with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(3)]
-            given, out, errors = files
-            pickle.dump((work, key, file, make_jobs), given)
-            given.seek(0)
-            pipes = dict(zip(("stdin", "stdout", "stderr"), files))
-            process = subprocess.Popen(command, env=os.environ | variables, **pipes)  # type: ignore
+        given = pickle.dumps((work, key, file, make_jobs))
+        with tempfile.TemporaryFile("w+b") as errors:  # a compiler may hold it past the end
+            pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            process = subprocess.Popen(command, env=os.environ | variables, stderr=errors, **pipes)
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
+                process.communicate(given, max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return None
             finally:  # after Ctrl-C, too
                 process.kill()
-                status = process.wait()
-                out.seek(0)
-                for line in out:
-                    what, *rest = json.loads(line)
+                for what, *rest in map(json.loads, process.communicate()[0].splitlines()):
                     running = (tuple(rest[0]), rest[1]) if what == "try" else None
                     if what == "skip":
                         skipped = rest[0]
                     elif what == "entry":
-                        done, entry = tuple(rest[0]), Entry(*rest[1])
-                        work.done[done] = entry
-                        keep(done, entry)
+                        done = tuple(rest[0])
+                        work.done[done] = Entry(*rest[1])
+                        keep(done, work.done[done])
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines() or [""]
-        if status == 0:
+        if (status := process.returncode) == 0:
             return skipped
         said = next((x for x in lines if "assert" in x.lower() or "Timeout (" in x), lines[-1])
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
@@ -455,12 +449,11 @@ def measure(
 
     candidates, consan: see `Work`.
     """
-    device = next(iter(next(iter(calls.values())).values())).device
-    here = measurements.machine(device)
+    here = measurements.machine(next(iter(next(iter(calls.values())).values())).device)
     assert here is not None
-    work = Work(timer, candidates, {} if file is None else known(file, here), consan=consan)
-    if consan:
-        work.silence *= 5  # ptxas needs minutes for what it adds
+    silence = SILENCE * (5 if consan else 1)  # ptxas needs minutes for what the sanitizer adds
+    done = {} if file is None else known(file, here)
+    work = Work(timer, candidates, done, consan=consan, silence=silence)
     skipped: dict[Class, str | None] = {}
     deadline = time.monotonic() + 60 * minutes
 
@@ -486,8 +479,8 @@ def measure(
         why = skipped.get(key)
         reasons = {**entry.dropped, **({} if why is None else {"the call": why})}
         rows.append((" ".join(key), entry.choice or "", entry.us, reasons))
-    done = all(key in work.done or skipped.get(key) is not None for key in calls)
-    return Tuning(tuple(rows), file, done)
+    is_done = all(key in work.done or skipped.get(key) is not None for key in calls)
+    return Tuning(tuple(rows), file, is_done)
 
 
 def known(file: Path, here: Mapping[str, Any]) -> dict[Class, Entry]:
@@ -495,9 +488,11 @@ def known(file: Path, here: Mapping[str, Any]) -> dict[Class, Entry]:
     and without the choices between ops that were made with these: they are measured again.
     """
     found = measurements.measured(file, here)
-    old = {k for k, x in found.items() if any(map(backends.has_changed, (*x.us, *x.dropped)))}
-    kinds = {kind for kind, _ in old}
-    ops = {op for op, record in OPERATIONS.items() if not kinds.isdisjoint(record.tuned)}
+    names = ((key, name) for key, x in found.items() for name in (*x.us, *x.dropped))
+    gluon = [(key, name) for key, name in names if measurements.is_gluon(name)]
+    old = {key for key, name in gluon if backends.tuned().has_changed(name)}
+    kernels = {kind.split()[0] for kind, _ in old}  # of "attention forward": attention
+    ops = {op for op, record in OPERATIONS.items() if record.kernel in kernels}
     return {k: entry for k, entry in found.items() if k not in old and k[0] not in ops}
 
 
@@ -505,9 +500,8 @@ def planned(calls: Iterable[Class], file: Path | None, device: torch.device) -> 
     """Return the calls that `measure` would measure: those that are not in the file."""
     here = measurements.machine(device)
     done = {} if here is None or file is None else known(file, here)
-    return Tuning(
-        tuple((" ".join(key), "", {}, {}) for key in calls if key not in done), file, False
-    )
+    left = [" ".join(key) for key in calls if key not in done]
+    return Tuning(tuple((name, "", {}, {}) for name in left), file, False)
 
 
 def tune(
@@ -542,8 +536,7 @@ def tune(
         RuntimeError: the model is not on a GPU; FASTFORMER_TUNING is off.
         OSError: the file cannot be written.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")
+    checks.require_instance("model", model, nn.Module, "an nn.Module")
     checks.require_number("minutes", minutes, "a positive number")
     if not minutes > 0:
         raise ValueError(f"minutes is {minutes}; expected a positive number")

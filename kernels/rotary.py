@@ -502,7 +502,7 @@ def _empty(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake(query, key, *_):
+def fake(query, key, *_):
     return _empty(query), _empty(key)
 
 
@@ -512,11 +512,11 @@ _ARGUMENTS = "bool interleaved, Tensor? query_norm, Tensor? key_norm, float eps"
 @register(
     f"rotary_embedding(Tensor query, Tensor key, Tensor cos, Tensor sin, {_ARGUMENTS}) "
     "-> (Tensor rotated_query, Tensor rotated_key)",
-    _fake,
+    fake,
 )
 def forward(query, key, cos, sin, interleaved, query_norm, key_norm, eps):
     """Launch the forward: the rotated query and key, in the memory order of the given ones."""
-    y = _fake(query, key)
+    y = fake(query, key)
     if query.numel() == 0 and key.numel() == 0:
         return y
     tensors = layouts(query, key, cos, sin, query_norm, key_norm)
@@ -556,15 +556,24 @@ def _fake_backward(grad_query, grad_key, query, key, cos, sin, interleaved, *res
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_query_norm, Tensor grad_key_norm)",
     _fake_backward,
 )
-def backward(grad_query, grad_key, query, key, cos, sin, interleaved, query_norm, key_norm, *rest):
+def backward(*arguments):
     """Launch the kernel of all gradients, and add up the partial sums of those of the weights."""
+    return gradients(None, *arguments)
+
+
+def gradients(
+    own, grad_query, grad_key, query, key, cos, sin, interleaved, query_norm, key_norm, *rest
+):
+    """Return the gradients, in `own` if it is not None; those that are not needed are empty."""
     eps, needs = rest
     grads, saved, weights = (grad_query, grad_key), (query, key), (query_norm, key_norm)
     given = *grads, *saved, cos, sin
-    results = _fake_backward(*given, interleaved, *weights, eps, needs)
+    results = _fake_backward(*given, interleaved, *weights, eps, needs) if own is None else own
     if grad_query.numel() == 0 and grad_key.numel() == 0:
         return *results[:2], *(x.zero_() for x in results[2:])
     tensors = layouts(*given, *weights)
+    if own is not None:
+        tensors += layouts(*own[:2])
     identity = "rotary backward", interleaved, eps, tuple(needs), grad_query.device, tensors
     plan = plans.get(identity)
     sums = [need and w is not None for need, w in zip(needs[2:], weights)]

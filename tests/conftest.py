@@ -242,6 +242,30 @@ def spread():
 
 
 @pytest.fixture
+def same_when_far(spread):
+    """same_when_far(function, tensors, far, dim): outputs and gradients have the same bits where
+    tensors[far] is spread out along `dim`. Without a "gradient" it is that of the sum of squares;
+    those of `fixed` have none.
+    """
+
+    def same_when_far(function, tensors, far, dim=0, fixed=()):
+        results = []
+        for given in (tensors, {**tensors, far: spread(tensors[far], dim)}):
+            leaves = {name: x.detach() for name, x in given.items()}  # the same memory, not a copy
+            gradients = [leaves.pop(name) for name in tensors if name.startswith("gradient")]
+            moving = [name for name, x in leaves.items() if x.is_floating_point()]
+            wanted = [leaves[name].requires_grad_() for name in moving if name not in fixed]
+            outputs = function(**leaves)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            gradients = gradients or [2 * x.detach() for x in outputs]
+            results.append([x.detach() for x in outputs])
+            results[-1] += torch.autograd.grad(outputs, wanted, gradients) if wanted else []
+        assert all(map(torch.equal, *results))
+
+    return same_when_far
+
+
+@pytest.fixture
 def tiles(monkeypatch):
     """tiles(BM, BN): the tiles of every attention kernel, for the rest of the test."""
     plan = pytest.importorskip("fastformer.kernels.attention.plan")

@@ -34,6 +34,16 @@ SHORT = _by_kernel("short")["attention/short_backward"]
 SHARDED = _by_kernel("shard")["attention"]
 SHARDED_ROWS = _by_kernel("shard rows")["common"]
 
+# Rules of sharding: (check, old, new), a check of tests/distributed/parallel_checks.py that has to
+# fail when the rule is broken. `old` stands once in the files of SHARDING_SOURCES.
+SHARDING = [tuple(rest) for rest in read("sharding")]
+SHARDING_SOURCES = [
+    path
+    for pattern in ("dispatch/sharding/[a-z]*.py", "description.py", "distributed/styles.py",
+                    "ops/*/contract.py", "ops/attention/record.py")
+    for path in sorted((Path(__file__).parents[1] / "fastformer").glob(pattern))
+]  # fmt: skip
+
 # Bugs that change no result, and why.
 EQUIVALENT = {
     ("attention", "an unbounded window"): "a side that is unbounded is no argument of the kernels",

@@ -125,6 +125,7 @@ def on_gpu() -> dict[str, list[Part]]:
         tests("small-heads", 60, "tests/ops/test_sizes.py", SMALL, "--all"),
         tests("correctness", 130, "tests/ops/test_sizes.py", f"^(?!.*{SMALL})", "--all"),
         figures("attention", 90, "attention", having("4096", CASES, PEERS)),
+        figures("epoch", 60, "transformer", "epoch.*" + having("128|512", "torch|auto|cuda_graph")),
         figures(
             "flex", 60, "attention", having("4096", "(plain|causal)-d128", "flex"), "--slow",
             **compiles,
@@ -133,7 +134,9 @@ def on_gpu() -> dict[str, list[Part]]:
         figures("decode", 60, "decode", having("256MB|4096MB", "B1|B64", "4heads", ON_CACHES)),
         figures("loss", 60, "cross_entropy", "linear.*" + having("32768", PEERS)),
         figures("norms", 110, "layer_norm", widths + having("512|4096", PEERS)),
-        figures("model", 60, "transformer", having("512|2048", r"torch|nn\..*|auto")),
+        figures(
+            "model", 60, "transformer", "^(?!.*epoch)" + having("512|2048", r"torch|nn\..*|auto")
+        ),
     ]  # fmt: skip
     rest = [
         figures(
@@ -372,21 +375,6 @@ def _write(path: Path, text: str) -> None:
     whole.replace(path)
 
 
-def summary(data: dict[str, Any]) -> list[str]:
-    results = report.Results(data["rows"], data["absent"], data["failed"])
-    lines = [f"{'group':66}" + "".join(f"{name:>9}" for name in report.COLUMNS)]
-    for group, rows in results.groups().items():
-        for row, (_, cells) in zip(rows, report.table(rows)):
-            if row["backend"] == "triton" or not row.get("gpu"):
-                name = f"{group}, {row['provider']}"
-                lines.append(f"{name[:66]:66}" + "".join(f"{cell:>9}" for cell in cells))
-    lines += map(str, report.growth(results))
-    lines += [f"roofline in {text}" for text in report.rooflines(results.rows)]
-    lines += [f"absent: {', '.join(results.absent) or 'nothing'}"]
-    lines += [f"FAILED {test}: {why.splitlines()[0]}" for test, why in results.failed.items()]
-    return lines
-
-
 # -------------------------------------------------------------------------------- compiled kernels
 
 
@@ -510,6 +498,7 @@ def _measure(options: argparse.Namespace) -> int:
         run = Run(options.out, work, options.resume, kernels.environment if kernels else NONE)
         run.go(parts, 60 * options.minutes, kernels.keep if kernels else lambda: None)
         data = run.save()
-    print("\n".join(summary(data)))
+    results = report.Results(data["rows"], data["absent"], data["failed"])
+    print("\n".join(report.text(results, ours=True)))
     print(f"Wrote {options.out / 'results.json'}")
     return _status(data)

@@ -3,7 +3,6 @@ eager PyTorch in the same dtype.
 
     python -m benchmarks.proof.accuracy                      writes benchmarks/results/accuracy.csv
                                                              in a minute or two on a CPU
-    python -m benchmarks.proof.accuracy --print              prints the tables of these data
     python -m benchmarks.proof.accuracy --op layer_norm --dtype float32  computes and prints a part
     python -m benchmarks.proof.accuracy --out FOLDER         writes it to another folder
 
@@ -11,6 +10,12 @@ The oracle is the written-out reference in float64, from the same inputs rounded
 The providers are `eager`, torch's own ops in their usual composition; `reference`; `triton`, which
 is interpreted without a GPU; and torch's attention with each of its backends. A run on a GPU writes
 a file with the GPU's name. Each row has its own seed: a part gives the same figures as the whole.
+
+    benign   the tests' usual inputs, whose softmax is not flat
+    ill      logits up to 120 (attention) and some 150 (losses); a mean of 1000 times the spread, in
+             16 bits 32 times (layer_norm); magnitudes of 1e4 (rms_norm); arguments of the
+             activation up to some 100 (feed-forward); positions that cancel most of the embedding
+             (embed); heads of 1000, one feature of which is 50 times the others (rotary_embedding)
 
     max error    max |x - oracle|
     error        |x - oracle| / |oracle|, Frobenius norms
@@ -31,9 +36,9 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
@@ -42,26 +47,20 @@ os.environ.setdefault(
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
+import fastformer as ff
 from benchmarks import ROOT, folder
+from benchmarks.peers import FORCED, rotary_embedding
+from fastformer import eager, numerics
+from fastformer.checks import require_dropout
+from fastformer.ops import dropout
+from fastformer.ops.feed_forward.reference import ACTIVATIONS
 
 RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-CONDITIONS = {
-    "benign": "the tests' usual inputs, whose softmax is not flat",
-    "ill": "logits up to 120 (attention) and some 150 (losses); a mean of 1000 times the spread, "
-    "in 16 bits 32 times (layer_norm); magnitudes of 1e4 (rms_norm); arguments of the activation "
-    "up to some 100 (feed-forward); positions that cancel most of the embedding (embed); heads "
-    "of 1000, one feature of which is 50 times the others (rotary_embedding)",
-}
-SDPA = {
-    "sdpa math": SDPBackend.MATH,
-    "sdpa flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
-}
-PROVIDERS = ("eager", "reference", "triton", *SDPA)
+CONDITIONS = ("benign", "ill")
+SDPA = {f"sdpa {name}": backend for name, backend in FORCED.items()}
 OURS = ("reference", "triton")
 UNDIFFERENTIATED = ("paged_attention",)
 CONSTANT = ("cos", "sin")  # tensors without a gradient
@@ -71,11 +70,12 @@ Row = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """A call. `make(ill, dtype)` returns its tensors, the floating ones in float32."""
+    """A call. `make(ill, dtype, *sizes)` returns its tensors, the floating ones in float32."""
 
     op: str
     name: str
-    make: Callable[[bool, torch.dtype], Tensors]
+    make: Callable[..., Tensors]
+    sizes: tuple[Any, ...]
     options: dict[str, Any] = {}  # noqa: RUF012
     sampled: bool = True  # whether the tests compute it; the others take long
 
@@ -84,143 +84,104 @@ class Case(NamedTuple):
 
 
 # ----------------------------------------------------------------------------------------- inputs
+# Each function takes whether the inputs are ill-conditioned, the dtype, and sizes.
 
 
-def _qkv(b: int, h: int, sq: int, sk: int, d: int, g: int = 0, **more: Callable[[], Tensor]) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        q = torch.randn(b, h, sq, d) * 3
-        k, v = torch.randn(b, g or h, sk, d), torch.randn(b, g or h, sk, d)
-        if ill:
-            logits = q @ k.repeat_interleave(h // (g or h), 1).transpose(2, 3) / d**0.5
-            q = q * (120 / logits.abs().max())
-        return {"query": q, "key": k, "value": v, **{name: x() for name, x in more.items()}}
-
-    return make
-
-
-def _packed(lengths: Sequence[int], h: int, d: int) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        x = _qkv(1, h, sum(lengths), sum(lengths), d)(ill, dtype)
-        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-        tokens = {name: t[0].transpose(0, 1).contiguous() for name, t in x.items()}
-        return {**tokens, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-
-    return make
+def _qkv(
+    ill: bool, dtype: torch.dtype, b: int, h: int, sq: int, sk: int, d: int, g: int = 0,
+    **more: Callable[[], Tensor],
+) -> Tensors:  # fmt: skip
+    q = torch.randn(b, h, sq, d) * 3
+    k, v = torch.randn(b, g or h, sk, d), torch.randn(b, g or h, sk, d)
+    if ill:
+        logits = q @ k.repeat_interleave(h // (g or h), 1).transpose(2, 3) / d**0.5
+        q = q * (120 / logits.abs().max())
+    return {"query": q, "key": k, "value": v, **{name: x() for name, x in more.items()}}
 
 
-def _paged(b: int, h: int, g: int, d: int, lengths: Sequence[int], page: int = 64) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        blocks = -(-max(lengths) // page)
-        x = _qkv(b, h, 1, blocks * page, d, g)(ill, dtype)
-        order = torch.randperm(b * blocks)
-        pages = {}
-        for name in ("key", "value"):
-            pages[f"{name}_pages"] = torch.empty(b * blocks, page, g, d)
-            pages[f"{name}_pages"][order] = x[name].transpose(1, 2).reshape(-1, page, g, d)
-        table = order.view(b, blocks).int()
-        return dict(query=x["query"], **pages, block_table=table, key_lengths=torch.tensor(lengths))
-
-    return make
+def _packed(ill: bool, dtype: torch.dtype, lengths: Sequence[int], h: int, d: int) -> Tensors:
+    x = _qkv(ill, dtype, 1, h, sum(lengths), sum(lengths), d)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    tokens = {name: t[0].transpose(0, 1).contiguous() for name, t in x.items()}
+    return {**tokens, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
 
 
-def _normed(rows: int, n: int, dtype: torch.dtype, ill: bool) -> Tensor:
-    if not ill:
-        return torch.randn(rows, n) * 3 + 2
-    return torch.randn(rows, n) + (1000 if dtype == torch.float32 else 32)
+def _paged(
+    ill: bool, dtype: torch.dtype, b: int, h: int, g: int, d: int, lengths: Sequence[int]
+) -> Tensors:
+    page = 64
+    blocks = -(-max(lengths) // page)
+    x = _qkv(ill, dtype, b, h, 1, blocks * page, d, g)
+    order = torch.randperm(b * blocks)
+    pages = {}
+    for name in ("key", "value"):
+        pages[f"{name}_pages"] = torch.empty(b * blocks, page, g, d)
+        pages[f"{name}_pages"][order] = x[name].transpose(1, 2).reshape(-1, page, g, d)
+    table = order.view(b, blocks).int()
+    return dict(query=x["query"], **pages, block_table=table, key_lengths=torch.tensor(lengths))
 
 
-def _norm(rows: int, n: int) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        x = _normed(rows, n, dtype, ill)
-        return {"input": x, "weight": torch.randn(n), "bias": torch.randn(n)}
-
-    return make
+def _norm(ill: bool, dtype: torch.dtype, rows: int, n: int) -> Tensors:
+    spread, mean = (1, 1000 if dtype == torch.float32 else 32) if ill else (3, 2)
+    x = torch.randn(rows, n) * spread + mean
+    return {"input": x, "weight": torch.randn(n), "bias": torch.randn(n)}
 
 
-def _rms(rows: int, n: int) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        return {"input": torch.randn(rows, n) * (1e4 if ill else 3), "weight": torch.randn(n)}
-
-    return make
+def _rms(ill: bool, dtype: torch.dtype, rows: int, n: int) -> Tensors:
+    return {"input": torch.randn(rows, n) * (1e4 if ill else 3), "weight": torch.randn(n)}
 
 
-def _added(rows: int, n: int) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        x = _norm(rows, n)(ill, dtype)
-        return {"input": torch.randn(rows, n), "residual": x.pop("input"), **x}
-
-    return make
+def _added(ill: bool, dtype: torch.dtype, rows: int, n: int, norm: Any = _norm) -> Tensors:
+    x = norm(ill, dtype, rows, n)
+    return {"input": torch.randn(rows, n), "residual": x.pop("input"), **x}
 
 
-def _rms_added(rows: int, n: int) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        x = _rms(rows, n)(ill, dtype)
-        return {"input": torch.randn(rows, n), "residual": x.pop("input"), **x}
-
-    return make
-
-
-def _layers(rows: int, d: int, width: int, halves: int = 1) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        names = ("w_1", "b_1") if halves == 1 else ("w", "b")
-        hidden = halves * width
-        w, b = torch.randn(hidden, d) / d**0.5, torch.randn(hidden) * 0.5
-        w_2, b_2 = torch.randn(d, width) / width**0.5, torch.randn(d) * 0.5
-        x = torch.randn(rows, d) * (30.0 if ill else 1.0)
-        return {"input": x, names[0]: w, names[1]: b, "w_2": w_2, "b_2": b_2}
-
-    return make
+def _layers(
+    ill: bool, dtype: torch.dtype, rows: int, d: int, width: int, halves: int = 1
+) -> Tensors:
+    names = ("w_1", "b_1") if halves == 1 else ("w", "b")
+    hidden = halves * width
+    w, b = torch.randn(hidden, d) / d**0.5, torch.randn(hidden) * 0.5
+    w_2, b_2 = torch.randn(d, width) / width**0.5, torch.randn(d) * 0.5
+    x = torch.randn(rows, d) * (30.0 if ill else 1.0)
+    return {"input": x, names[0]: w, names[1]: b, "w_2": w_2, "b_2": b_2}
 
 
-def _halves(rows: int, width: int) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        gate = torch.randn(rows, width) * (30.0 if ill else 1.0)
-        return {"gate": gate, "value": torch.randn(rows, width)}
-
-    return make
+def _halves(ill: bool, dtype: torch.dtype, rows: int, width: int) -> Tensors:
+    gate = torch.randn(rows, width) * (30.0 if ill else 1.0)
+    return {"gate": gate, "value": torch.randn(rows, width)}
 
 
-def _embedded(b: int, s: int, v: int, n: int) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        weight, positional = torch.randn(v, n) * (1.0 if ill else n**-0.5), torch.randn(s, n)
-        tokens = torch.randint(0, v, (b, s))
-        if ill:
-            positional = positional * 0.01 - weight[tokens[0]] * n**0.5
-        return {"weight": weight, "positional": positional, "tokens": tokens}
-
-    return make
+def _embedded(ill: bool, dtype: torch.dtype, b: int, s: int, v: int, n: int) -> Tensors:
+    weight, positional = torch.randn(v, n) * (1.0 if ill else n**-0.5), torch.randn(s, n)
+    tokens = torch.randint(0, v, (b, s))
+    if ill:
+        positional = positional * 0.01 - weight[tokens[0]] * n**0.5
+    return {"weight": weight, "positional": positional, "tokens": tokens}
 
 
-def _rotary(b: int, h: int, s: int, d: int, r: int, norms: bool = True) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        query, key = torch.randn(b, h, s, d), torch.randn(b, max(1, h // 2), s, d)
-        if ill:
-            query, key = query * 1000, key * 1000
-            query[..., 1], key[..., d // 2] = 50000.0, -50000.0
-        angles = (torch.arange(s).view(-1, 1) * 1e4 ** (-torch.arange(0, r, 2) / r)).repeat(1, 2)
-        given = {"query": query, "key": key, "cos": angles.cos(), "sin": angles.sin()}
-        if norms:
-            given |= {"query_norm": torch.randn(d), "key_norm": torch.randn(d)}
-        return given
+def _rotary(
+    ill: bool, dtype: torch.dtype, b: int, h: int, s: int, d: int, r: int, norms: bool = True
+) -> Tensors:
+    query, key = torch.randn(b, h, s, d), torch.randn(b, max(1, h // 2), s, d)
+    if ill:
+        query, key = query * 1000, key * 1000
+        query[..., 1], key[..., d // 2] = 50000.0, -50000.0
+    angles = (torch.arange(s).view(-1, 1) * 1e4 ** (-torch.arange(0, r, 2) / r)).repeat(1, 2)
+    given = {"query": query, "key": key, "cos": angles.cos(), "sin": angles.sin()}
+    if norms:
+        given |= {"query_norm": torch.randn(d), "key_norm": torch.randn(d)}
+    return given
 
-    return make
 
-
-def _classes(rows: int, v: int, width: int = 0) -> Any:
-    def make(ill: bool, dtype: torch.dtype) -> Tensors:
-        size = 40.0 if ill else 4.0
-        target = torch.randint(1, v, (rows,))
-        if not width:
-            return {"logits": torch.randn(rows, v) * size, "target": target}
-        w, b = torch.randn(v, width) / width**0.5, torch.randn(v)
-        return {
-            "input": torch.randn(rows, width) * size,
-            "linear_weight": w,
-            "linear_bias": b,
-            "target": target,
-        }
-
-    return make
+def _classes(ill: bool, dtype: torch.dtype, rows: int, v: int, width: int = 0) -> Tensors:
+    size = 40.0 if ill else 4.0
+    target = torch.randint(1, v, (rows,))
+    if not width:
+        return {"logits": torch.randn(rows, v) * size, "target": target}
+    w, b = torch.randn(v, width) / width**0.5, torch.randn(v)
+    x = torch.randn(rows, width) * size
+    return {"input": x, "linear_weight": w, "linear_bias": b, "target": target}
 
 
 _DROPOUT = {"dropout_p": 0.1, "dropout_seed": 7}
@@ -230,73 +191,66 @@ _KL = {"reduction": "sum", "smoothing": "kl", "ignore_index": 0, "label_smoothin
 _CAUSAL = {"is_causal": True}
 
 CASES = [
-    Case("scaled_dot_product_attention", "65x127, D 40", _qkv(2, 2, 65, 127, 40)),
-    Case("scaled_dot_product_attention", "one query, D 64", _qkv(8, 8, 1, 200, 64)),
-    Case("scaled_dot_product_attention", "200, D 128, causal", _qkv(1, 2, 200, 200, 128), _CAUSAL),
-    Case("scaled_dot_product_attention", "1000, D 64", _qkv(1, 2, 1000, 1000, 64), {}, False),
-    Case("scaled_dot_product_attention", "100, D 256", _qkv(1, 2, 100, 100, 256)),
+    Case("scaled_dot_product_attention", "65x127, D 40", _qkv, (2, 2, 65, 127, 40)),
+    Case("scaled_dot_product_attention", "one query, D 64", _qkv, (8, 8, 1, 200, 64)),
     Case(
-        "scaled_dot_product_attention",
-        "100, D 64, bias",
-        _qkv(2, 2, 100, 100, 64, bias=lambda: torch.randn(2, 100, 100)),
+        "scaled_dot_product_attention", "200, D 128, causal", _qkv, (1, 2, 200, 200, 128), _CAUSAL
+    ),
+    Case("scaled_dot_product_attention", "1000, D 64", _qkv, (1, 2, 1000, 1000, 64), {}, False),
+    Case("scaled_dot_product_attention", "100, D 256", _qkv, (1, 2, 100, 100, 256)),
+    Case(
+        "scaled_dot_product_attention", "100, D 64, bias",
+        partial(_qkv, bias=lambda: torch.randn(2, 100, 100)), (2, 2, 100, 100, 64),
     ),
     Case(
-        "scaled_dot_product_attention",
-        "100, D 64, lengths, grouped heads",
-        _qkv(2, 4, 100, 100, 64, 2, **_LENGTHS),
-        {"enable_gqa": True},
+        "scaled_dot_product_attention", "100, D 64, lengths, grouped heads",
+        partial(_qkv, **_LENGTHS), (2, 4, 100, 100, 64, 2), {"enable_gqa": True},
     ),
     Case(
-        "scaled_dot_product_attention",
-        "100, D 64, lengths, dropout",
-        _qkv(2, 2, 100, 100, 64, **_LENGTHS),
-        _DROPOUT,
+        "scaled_dot_product_attention", "100, D 64, lengths, dropout",
+        partial(_qkv, **_LENGTHS), (2, 2, 100, 100, 64), _DROPOUT,
     ),
     Case(
-        "packed_attention",
-        "63 + 1 + 100, D 64, causal",
-        _packed((63, 1, 100), 2, 64),
+        "packed_attention", "63 + 1 + 100, D 64, causal", _packed, ((63, 1, 100), 2, 64),
         {"max_q": 100, "max_k": 100, **_CAUSAL},
     ),
     Case(
-        "paged_attention",
-        "one query, pages of 64, D 64, grouped heads",
-        _paged(2, 8, 2, 64, (300, 37)),
-        {"is_causal": True, "causal_alignment": "bottom_right"},
+        "paged_attention", "one query, pages of 64, D 64, grouped heads",
+        _paged, (2, 8, 2, 64, (300, 37)), {"causal_alignment": "bottom_right", **_CAUSAL},
     ),
-    Case("layer_norm", "37 x 100", _norm(37, 100)),
-    Case("layer_norm", "512 x 512", _norm(512, 512), {}, False),
-    Case("layer_norm", "5 x 20000", _norm(5, 20000), {}, False),
-    Case("layer_norm", "64 x 512, unbiased", _norm(64, 512), {"unbiased": True, "eps": 1e-6}),
-    Case("rms_norm", "37 x 100", _rms(37, 100)),
-    Case("rms_norm", "512 x 512", _rms(512, 512), {}, False),
-    Case("rms_norm", "5 x 20000", _rms(5, 20000), {}, False),
-    Case("dropout_add_layer_norm", "37 x 100, dropout", _added(37, 100), _DROPOUT),
-    Case("dropout_add_layer_norm", "512 x 512", _added(512, 512), {}, False),
-    Case("dropout_add_rms_norm", "37 x 100, dropout", _rms_added(37, 100), _DROPOUT),
-    Case("feed_forward", "37, 24 -> 70, relu, dropout", _layers(37, 24, 70), _DROPOUT),
-    Case("feed_forward", "256, 128 -> 512, relu", _layers(256, 128, 512), {}, False),
+    Case("layer_norm", "37 x 100", _norm, (37, 100)),
+    Case("layer_norm", "512 x 512", _norm, (512, 512), {}, False),
+    Case("layer_norm", "5 x 20000", _norm, (5, 20000), {}, False),
+    Case("layer_norm", "64 x 512, unbiased", _norm, (64, 512), {"unbiased": True, "eps": 1e-6}),
+    Case("rms_norm", "37 x 100", _rms, (37, 100)),
+    Case("rms_norm", "512 x 512", _rms, (512, 512), {}, False),
+    Case("rms_norm", "5 x 20000", _rms, (5, 20000), {}, False),
+    Case("dropout_add_layer_norm", "37 x 100, dropout", _added, (37, 100), _DROPOUT),
+    Case("dropout_add_layer_norm", "512 x 512", _added, (512, 512), {}, False),
+    Case("dropout_add_rms_norm", "37 x 100, dropout", _added, (37, 100, _rms), _DROPOUT),
+    Case("feed_forward", "37, 24 -> 70, relu, dropout", _layers, (37, 24, 70), _DROPOUT),
+    Case("feed_forward", "256, 128 -> 512, relu", _layers, (256, 128, 512), {}, False),
     *(
-        Case("feed_forward", f"100, 64 -> 256, {name}", _layers(100, 64, 256), {"activation": name})
-        for name in ("gelu", "gelu_tanh", "silu")
+        Case("feed_forward", f"100, 64 -> 256, {act}", _layers, (100, 64, 256), {"activation": act})
+        for act in ("gelu", "gelu_tanh", "silu")
     ),
-    Case("geglu", "37, 24 -> 70", _layers(37, 24, 70, 2)),
-    Case("geglu", "256, 128 -> 512", _layers(256, 128, 512, 2), {}, False),
-    Case("swiglu", "37, 24 -> 70", _layers(37, 24, 70, 2)),
-    Case("swiglu", "256, 128 -> 512", _layers(256, 128, 512, 2), {}, False),
-    Case("gated_activation", "37 x 70", _halves(37, 70)),
-    Case("embed", "3 x 7, N 40, dropout", _embedded(3, 7, 23, 40), _DROPOUT),
-    Case("embed", "8 x 64, N 512", _embedded(8, 64, 200, 512), {}, False),
-    Case("rotary_embedding", "2 x 30, D 64, norms", _rotary(2, 4, 30, 64, 64)),
-    Case("rotary_embedding", "2 x 30, D 40, 16 turned", _rotary(2, 2, 30, 40, 16, norms=False)),
-    Case("rotary_embedding", "4 x 128, D 128, norms", _rotary(4, 8, 128, 128, 128), {}, False),
-    Case("cross_entropy", "23 x 37, none", _classes(23, 37), _NONE),
-    Case("cross_entropy", "64 x 5000, none", _classes(64, 5000), _NONE, False),
-    Case("cross_entropy", "64 x 1000, kl", _classes(64, 1000), _KL),
-    Case("linear_cross_entropy", "23, 24 -> 37, mean", _classes(23, 37, 24)),
-    Case("linear_cross_entropy", "100, 64 -> 1000, none", _classes(100, 1000, 64), _NONE),
-    Case("linear_cross_entropy", "100, 64 -> 1000, kl", _classes(100, 1000, 64), _KL),
-]
+    Case("geglu", "37, 24 -> 70", _layers, (37, 24, 70, 2)),
+    Case("geglu", "256, 128 -> 512", _layers, (256, 128, 512, 2), {}, False),
+    Case("swiglu", "37, 24 -> 70", _layers, (37, 24, 70, 2)),
+    Case("swiglu", "256, 128 -> 512", _layers, (256, 128, 512, 2), {}, False),
+    Case("gated_activation", "37 x 70", _halves, (37, 70)),
+    Case("embed", "3 x 7, N 40, dropout", _embedded, (3, 7, 23, 40), _DROPOUT),
+    Case("embed", "8 x 64, N 512", _embedded, (8, 64, 200, 512), {}, False),
+    Case("rotary_embedding", "2 x 30, D 64, norms", _rotary, (2, 4, 30, 64, 64)),
+    Case("rotary_embedding", "2 x 30, D 40, 16 turned", _rotary, (2, 2, 30, 40, 16, False)),
+    Case("rotary_embedding", "4 x 128, D 128, norms", _rotary, (4, 8, 128, 128, 128), {}, False),
+    Case("cross_entropy", "23 x 37, none", _classes, (23, 37), _NONE),
+    Case("cross_entropy", "64 x 5000, none", _classes, (64, 5000), _NONE, False),
+    Case("cross_entropy", "64 x 1000, kl", _classes, (64, 1000), _KL),
+    Case("linear_cross_entropy", "23, 24 -> 37, mean", _classes, (23, 37, 24)),
+    Case("linear_cross_entropy", "100, 64 -> 1000, none", _classes, (100, 1000, 64), _NONE),
+    Case("linear_cross_entropy", "100, 64 -> 1000, kl", _classes, (100, 1000, 64), _KL),
+]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ peers
@@ -304,9 +258,6 @@ CASES = [
 
 def _drop(x: Tensor, p: float, seed: int, batch_heads: int = 0) -> Tensor:
     """Apply dropout with the masks of this package, of heads or of rows, for p as it rounds it."""
-    from fastformer.checks import require_dropout
-    from fastformer.ops import dropout
-
     p = require_dropout("p", p)
     at = torch.tensor([seed], device=x.device)
     rows, columns = x.shape[-2:]
@@ -387,21 +338,15 @@ def _rms_norm(input, weight):
     return F.rms_norm(input, weight.shape, weight)
 
 
-def _add_layer_norm(input, residual, weight, bias, dropout_p=0.0, dropout_seed=0):
-    dropped = _drop(input, dropout_p, dropout_seed) if dropout_p else input
-    total = residual + dropped
-    return torch.cat([F.layer_norm(total, weight.shape, weight, bias), total])
+def _added_and_normed(norm):
+    def run(input, residual, dropout_p=0.0, dropout_seed=0, **parameters):
+        total = residual + (_drop(input, dropout_p, dropout_seed) if dropout_p else input)
+        return torch.cat([norm(total, **parameters), total])
 
-
-def _add_rms_norm(input, residual, weight, dropout_p=0.0, dropout_seed=0):
-    dropped = _drop(input, dropout_p, dropout_seed) if dropout_p else input
-    total = residual + dropped
-    return torch.cat([F.rms_norm(total, weight.shape, weight), total])
+    return run
 
 
 def _feed_forward(input, w_1, b_1, w_2, b_2, activation="relu", dropout_p=0.0, dropout_seed=0):
-    from fastformer.ops.feed_forward.reference import ACTIVATIONS
-
     hidden = ACTIVATIONS[activation](F.linear(input, w_1, b_1))
     hidden = _drop(hidden, dropout_p, dropout_seed, 1) if dropout_p else hidden
     return F.linear(hidden, w_2, b_2)
@@ -418,22 +363,6 @@ def _gated(activation):
 def _embed(weight, positional, tokens, dropout_p=0.0, dropout_seed=0):
     x = F.embedding(tokens, weight) * weight.shape[1] ** 0.5 + positional
     return _drop(x, dropout_p, dropout_seed) if dropout_p else x
-
-
-def _rotary_embedding(query, key, cos, sin, query_norm=None, key_norm=None):
-    """As Llama and Qwen3 of transformers do."""
-    rotary = cos.shape[-1]
-    found = []
-    for x, weight in ((query, query_norm), (key, key_norm)):
-        if weight is not None:
-            wide = x if x.dtype == torch.float64 else x.float()
-            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-            x = weight * wide.to(x.dtype)
-        first, rest = x[..., :rotary], x[..., rotary:]
-        a, b = first.chunk(2, -1)
-        turned = first * cos.to(x.dtype) + torch.cat((-b, a), -1) * sin.to(x.dtype)
-        found.append(torch.cat((turned, rest), -1))
-    return torch.cat(found, 1)
 
 
 def _cross_entropy(
@@ -457,22 +386,20 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "paged_attention": _paged_attention,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
-    "dropout_add_layer_norm": _add_layer_norm,
-    "dropout_add_rms_norm": _add_rms_norm,
+    "dropout_add_layer_norm": _added_and_normed(_layer_norm),
+    "dropout_add_rms_norm": _added_and_normed(_rms_norm),
     "feed_forward": _feed_forward,
     "geglu": _gated(F.gelu),
     "swiglu": _gated(F.silu),
     "gated_activation": lambda gate, value: F.silu(gate) * value,
     "embed": _embed,
-    "rotary_embedding": _rotary_embedding,
+    "rotary_embedding": lambda **inputs: torch.cat(rotary_embedding(**inputs), 1),
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
 }
 
 
 def _ours(op: str) -> Callable[..., Tensor]:
-    import fastformer as ff
-
     function = getattr(ff, op)
     if op in ("layer_norm", "rms_norm"):
         return lambda weight, **rest: function(normalized_shape=weight.shape, weight=weight, **rest)
@@ -507,13 +434,11 @@ def results(
 
 
 def providers(op: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
-    from fastformer import use_backend
-
     yield "eager", EAGER[op]
     for backend in OURS:
 
         def run(backend: str = backend, **inputs: Any) -> Tensor:
-            with use_backend(backend):
+            with ff.use_backend(backend):
                 return _ours(op)(**inputs)
 
         yield backend, run
@@ -524,15 +449,13 @@ def providers(op: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
 
 def measure(case: Case, condition: str, dtype: str, device: torch.device) -> list[Row]:
     """Return the rows of one call: output and gradients of each provider that can run it."""
-    from fastformer import eager as fastformer_eager
-    from fastformer import use_backend
-
     kind = DTYPES[dtype]
     torch.manual_seed(zlib.crc32(f"{case} {condition}".encode()))
-    tensors = {name: x.to(device) for name, x in case.make(condition == "ill", kind).items()}
+    made = case.make(condition == "ill", kind, *case.sizes)
+    tensors = {name: x.to(device) for name, x in made.items()}
     tensors = {n: x.to(kind) if x.is_floating_point() else x for n, x in tensors.items()}
     wide = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()}
-    with use_backend("reference"), fastformer_eager.use_formula():
+    with ff.use_backend("reference"), eager.use_formula():
         oracle = results(_ours(case.op), case, wide, kind)
 
     rows: dict[tuple[str, str], Row] = {}
@@ -558,9 +481,9 @@ def measure(case: Case, condition: str, dtype: str, device: torch.device) -> lis
             }
     for row in rows.values():
         quantity = row["quantity"]
-        eager, largest = rows["eager", quantity], float(oracle[quantity].abs().max())
-        row["ratio"] = row["error"] / max(eager["error"], torch.finfo(kind).eps / 8)
-        row["of limit"] = _of_limit(row, eager["max error"], largest)
+        beside, largest = rows["eager", quantity], float(oracle[quantity].abs().max())
+        row["ratio"] = row["error"] / max(beside["error"], torch.finfo(kind).eps / 8)
+        row["of limit"] = _of_limit(row, beside["max error"], largest)
     return list(rows.values())
 
 
@@ -581,8 +504,6 @@ def _of_limit(row: Row, eager: float, largest: float) -> float:
     Ill-conditioned float32 may have the error that float16 may have beside eager PyTorch as well,
     and attention ROUNDED_LOGITS.
     """
-    from fastformer import numerics
-
     dtype, gradient = DTYPES[row["dtype"]], row["quantity"] != "output"
     beside_eager = row["max error"] / numerics.largest_error(dtype, eager, largest, gradient)
     if dtype not in numerics.RELATIVE:
@@ -597,7 +518,7 @@ def ledger(
     cases: Iterable[Case],
     dtypes: Iterable[str],
     device: torch.device,
-    conditions: Iterable[str] = tuple(CONDITIONS),
+    conditions: Iterable[str] = CONDITIONS,
     verbose: bool = False,
 ) -> list[Row]:
     rows: list[Row] = []
@@ -634,7 +555,7 @@ def prepare() -> torch.device:
     return torch.device("cpu")
 
 
-# ----------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------------------- file
 
 KEY = ("op", "case", "condition", "dtype", "quantity", "provider")
 FIGURES = ("max error", "error", "ratio", "of limit")
@@ -657,69 +578,11 @@ def read(path: Path) -> dict[tuple[str, ...], Row]:
     return {tuple(row[name] for name in KEY): row for row in rows}
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(KEY + FIGURES)
-        for row in rows:
-            writer.writerow([row[n] for n in KEY] + [f"{row[n]:.3g}" for n in FIGURES])
-
-
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    every = [header, ["---"] * len(header), *lines]
-    return ["| " + " | ".join(cells) + " |" for cells in every]
-
-
-def _worst(rows: Sequence[Row], provider: str, figure: str) -> str:
-    return f"{max(row[figure] for row in rows if row['provider'] == provider):.2g}"
-
-
-def summary(rows: Sequence[Row]) -> list[str]:
-    """Tabulate the worst result of each op, dtype and condition."""
-    header = ["op", "condition", "dtype"]
-    header += [f"{p}: {f}" for p in OURS for f in ("error", "ratio", "of limit")]
-    lines = []
-    order = sorted(rows, key=lambda r: [r[n] for n in ("op", "condition", "dtype")])
-    for place, group in groupby(order, lambda r: [r[n] for n in ("op", "condition", "dtype")]):
-        mine = list(group)
-        figures = [_worst(mine, p, f) for p in OURS for f in ("error", "ratio", "of limit")]
-        lines.append([*place, *figures])
-    return _table(header, lines)
-
-
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    errors = f"{row['max error']:.1e} {row['error']:.1e}"
-    return errors if row["provider"] == "eager" else f"{errors} ({row['ratio']:.2g})"
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    lines = [
-        "# Accuracy ledger",
-        "",
-        "Errors against the written-out formula in float64, of the same inputs.",
-        "",
-        *(f"- {name}: {words}" for name, words in CONDITIONS.items()),
-        "- eager: torch's own ops as they are usually put together; sdpa: "
-        "torch's attention by each backend that can run it",
-        "- error: relative, of the Frobenius norms; ratio: error over that of eager in the same "
-        "dtype (taken as eps / 8 or more); of limit: the part used of what the tests allow",
-        "",
-        "The worst over cases, output and gradients:",
-        "",
-        *summary(rows),
-    ]
-    for op, group in groupby(rows, lambda row: row["op"]):
-        mine = list(group)
-        present = [p for p in PROVIDERS if any(row["provider"] == p for row in mine)]
-        lines += ["", f"## {op}", "", "Largest error, relative error (ratio).", ""]
-        cells: dict[tuple[str, ...], dict[str, Row]] = {}
-        for row in mine:
-            cells.setdefault(tuple(row[n] for n in KEY[1:5]), {})[row["provider"]] = row
-        body = [[*at, *(_cell(by.get(p)) for p in present)] for at, by in cells.items()]
-        lines += _table([*KEY[1:5], *present], body)
-    return "\n".join(lines) + "\n"
+def write_csv(rows: Sequence[Row], file: TextIO) -> None:
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(KEY + FIGURES)
+    for row in rows:
+        writer.writerow([row[n] for n in KEY] + [f"{row[n]:.3g}" for n in FIGURES])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -731,13 +594,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--op", action="append", choices=sorted(EAGER), help="only this one")
     parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only this one")
-    parser.add_argument("--print", action="store_true", help="print the committed data")
     parser.add_argument("--out", type=folder, help="the folder, benchmarks/results by default")
     arguments = parser.parse_args(argv)
-    if arguments.print:
-        known = read(RESULTS / "accuracy.csv")
-        print(markdown([*known.values()]), end="")
-        return 0
     device = prepare()
     cases = [case for case in CASES if not arguments.op or case.op in arguments.op]
     rows = ledger(cases, arguments.dtype or DTYPES, device, verbose=True)
@@ -745,9 +603,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if out is None and not (arguments.op or arguments.dtype):
         out = RESULTS
     if out is None:
-        print(markdown(rows), end="")
+        write_csv(rows, sys.stdout)
     else:
-        write_csv(rows, out / f"{stem(device)}.csv")
+        with (out / f"{stem(device)}.csv").open("w", newline="") as file:
+            write_csv(rows, file)
         print(f"Wrote {out / stem(device)}.csv")
     past = [row for row in rows if row["provider"] in OURS and not row["of limit"] <= 1]
     for row in past:

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,17 +69,6 @@ NOTHING = dict(
 )  # fmt: skip
 
 
-def _attention(
-    arch: str, dtype: str, dims: tuple[int, ...], masks: list[str], dropout: list[bool]
-) -> None:
-    for d in dims:
-        for mask in masks:
-            for drop in dropout:
-                name = f"{arch} attention {dtype} D={d} {mask}" + ", dropout" * drop
-                shape = dict(arch=arch, op="attention", dtype=dtype, d=d, length=4096, dropout=drop)
-                CASES[name] = {**shape, **NOTHING, **MASKS[mask]}
-
-
 DECODED: dict[str, dict[str, Any]] = {
     "one query, lengths": {"lengths": True},
     "lengths, causal": {"queries": 4, "causal": True, "alignment": "bottom_right", "lengths": True},
@@ -98,145 +88,140 @@ DECODED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _decode(arch: str, dtype: str, dims: tuple[int, ...], names: Iterable[str]) -> None:
-    for d in dims:
-        for name in names:
-            shape = dict(arch=arch, op="decode", dtype=dtype, d=d, length=4096, queries=1, page=0)
-            CASES[f"{arch} decode {dtype} D={d} {name}"] = {**shape, **NOTHING, **DECODED[name]}
+def _facts(op: str, size: int, kind: str) -> Case:
+    """Return what a case is beside its size, by the words of its name."""
+    drop, words = kind.endswith(", dropout"), kind.split(", ")
+    if op == "attention":
+        return {"length": 4096, "dropout": drop, **NOTHING, **MASKS[kind.removesuffix(", dropout")]}
+    if op == "decode":
+        return {"length": 4096, "queries": 1, "page": 0, **NOTHING, **DECODED[kind]}
+    if op == "feed_forward":
+        return {"activation": words[0], "dropout": drop}
+    if op == "layer_norm":
+        return {"unbiased": kind == "unbiased"}
+    if op == "rotary_embedding":
+        part = 4 if "quarter" in words else 2 if "partial" in words else 1
+        turned = {"norm": "norm" in words, "interleaved": "interleaved" in words}
+        return {"rotary": size // part, **turned}
+    return {}
 
 
-def _layer_norm(arch: str, dtype: str, widths: tuple[int, ...], unbiased: list[bool]) -> None:
-    for n in widths:
-        for u in unbiased:
-            name = f"{arch} layer_norm {dtype} N={n}" + " unbiased" * u
-            CASES[name] = dict(arch=arch, op="layer_norm", dtype=dtype, n=n, unbiased=u)
+LETTERS = dict.fromkeys(("attention", "decode", "rotary_embedding", "feed_forward"), "d")
+LETTERS["cross_entropy"] = "v"
 
 
-def _rows(op: str, arch: str, dtype: str, widths: tuple[int, ...], size: str = "n") -> None:
-    for n in widths:
-        name = f"{arch} {op} {dtype} {size.upper()}={n}"
-        CASES[name] = {"arch": arch, "op": op, "dtype": dtype, size: n}
+def _add(
+    arch: str, op: str, dtype: str, sizes: Iterable[int], kinds: Iterable[str] = ("",)
+) -> None:
+    """Add a case of each size and kind. The size of a feed_forward is not in its name."""
+    letter, kinds = LETTERS.get(op, "n"), [*kinds]
+    for size in sizes:
+        shown = "" if op == "feed_forward" else f" {letter.upper()}={size}"
+        for kind in kinds:
+            case = {"arch": arch, "op": op, "dtype": dtype, letter: size}
+            name = f"{arch} {op} {dtype}{shown} {kind}".rstrip()
+            CASES[name] = {**case, **_facts(op, size, kind)}
 
 
-def _feed_forward(arch: str, dtype: str, activations: list[str], dropout: list[bool]) -> None:
-    for activation in activations:
-        for drop in dropout:
-            name = f"{arch} feed_forward {dtype} {activation}" + ", dropout" * drop
-            CASES[name] = dict(
-                arch=arch,
-                op="feed_forward",
-                dtype=dtype,
-                d=1024,
-                activation=activation,
-                dropout=drop,
-            )
+def _dropped(kinds: Iterable[str], *dropout: str) -> list[str]:
+    return [kind + drop for kind in kinds for drop in dropout or (", dropout",)]
 
 
-def _rotary(arch: str, dtype: str, dims: tuple[int, ...], forms: Iterable[str]) -> None:
-    for d in dims:
-        for form in forms:
-            name = f"{arch} rotary_embedding {dtype} D={d}" + f" {form}" * bool(form)
-            words = form.split(", ")
-            CASES[name] = dict(
-                arch=arch,
-                op="rotary_embedding",
-                dtype=dtype,
-                d=d,
-                rotary=d // 4 if "quarter" in words else d // 2 if "partial" in words else d,
-                norm="norm" in words,
-                interleaved="interleaved" in words,
-            )
-
-
+_BOTH = "", ", dropout"
 _EVERY = "2-D mask, 2-D bias, causal, lengths"
-_attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[:6], [False, True])
-_attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[6:10], [True])
-_attention("sm_90", "bf16", (64, 128), list(MASKS)[10:], [True])
-_attention("sm_90", "bf16", (64,), ["2-D mask of numbers"], [False])
-_attention("sm_90", "bf16", (64, 128), ["sinks, window"], [False])
-_attention("sm_80", "bf16", (64, 128), ["sinks, window"], [True])
-_attention("sm_80", "bf16", (128,), list(MASKS)[-1:], [True])
-_attention("sm_90", "bf16", (256,), ["window, bottom-right, lengths", "packed"], [True])
-_attention("sm_90", "bf16", (16, 32, 80), [_EVERY], [True])
-_attention("sm_90", "bf16", (512,), ["plain", "causal"], [False])
-_attention("sm_90", "bf16", (512,), ["key mask", "window", "packed, causal", _EVERY], [True])
-_attention("sm_80", "bf16", (512,), ["causal", _EVERY], [True])
-_attention("sm_90", "fp32", (32, 64, 128, 256), [_EVERY], [True])
-_attention("sm_90", "fp32", (64, 128), ["causal"], [False])
-_decode("sm_90", "bf16", (128,), DECODED)
-_decode("sm_90", "bf16", (64, 256, 512), ["lengths, causal", "key mask"])
-_decode("sm_80", "bf16", (512,), ["lengths, causal"])
-_decode("sm_90", "fp32", (128,), ["pages of 16"])
+_WITH_EVERY = [f"{_EVERY}, dropout"]
+_CAUSAL = "lengths, causal"
+_KINDS = list(MASKS)
+_add("sm_90", "attention", "bf16", (64, 128, 256), _dropped(_KINDS[:6], *_BOTH))
+_add("sm_90", "attention", "bf16", (64, 128, 256), _dropped(_KINDS[6:10]))
+_add("sm_90", "attention", "bf16", (64, 128), _dropped(_KINDS[10:]))
+_add("sm_90", "attention", "bf16", (64,), ["2-D mask of numbers"])
+_add("sm_90", "attention", "bf16", (64, 128), ["sinks, window"])
+_add("sm_80", "attention", "bf16", (64, 128), ["sinks, window, dropout"])
+_add("sm_80", "attention", "bf16", (128,), _dropped(_KINDS[-1:]))
+_add("sm_90", "attention", "bf16", (256,), _dropped(["window, bottom-right, lengths", "packed"]))
+_add("sm_90", "attention", "bf16", (16, 32, 80), _WITH_EVERY)
+_add("sm_90", "attention", "bf16", (512,), ["plain", "causal"])
+_WIDE = "key mask", "window", "packed, causal", _EVERY
+_add("sm_90", "attention", "bf16", (512,), _dropped(_WIDE))
+_add("sm_80", "attention", "bf16", (512,), _dropped(["causal", _EVERY]))
+_add("sm_90", "attention", "fp32", (32, 64, 128, 256), _WITH_EVERY)
+_add("sm_90", "attention", "fp32", (64, 128), ["causal"])
+_add("sm_90", "decode", "bf16", (128,), DECODED)
+_add("sm_90", "decode", "bf16", (64, 256, 512), [_CAUSAL, "key mask"])
+_add("sm_80", "decode", "bf16", (512,), [_CAUSAL])
+_add("sm_90", "decode", "fp32", (128,), ["pages of 16"])
 for _arch in ("sm_80", "sm_90", "sm_100"):
-    _decode(_arch, "fp16", (128,), ["lengths, causal"])
-    _decode(_arch, "fp32", (64,), ["lengths, causal"])
-_layer_norm("sm_90", "bf16", (512, 4096, 8192, 16384), [False])
-_layer_norm("sm_90", "bf16", (512, 16384), [True])
-_layer_norm("sm_90", "fp32", (512, 8192, 16384), [False])
-_rows("rms_norm", "sm_90", "bf16", (512, 16384))
-_rows("dropout_add_layer_norm", "sm_90", "bf16", (512, 1024, 4096, 8192, 16384))
-_rows("dropout_add_layer_norm", "sm_90", "fp32", (512, 8192))
-_rows("dropout_add_rms_norm", "sm_90", "bf16", (512, 8192, 16384))
-_rows("embed", "sm_90", "bf16", (512, 4096))
-_rotary("sm_90", "bf16", (64, 128, 256), ["", "norm"])
-_rotary("sm_90", "bf16", (128,), ["interleaved", "interleaved, norm", "partial, norm"])
-_rotary("sm_90", "bf16", (64,), ["quarter, norm"])
-_rotary("sm_90", "fp32", (128,), ["norm"])
-_rows("cross_entropy", "sm_90", "bf16", (512, 32768, 50257), "v")
-_rows("cross_entropy", "sm_90", "fp32", (32768,), "v")
+    _add(_arch, "decode", "fp16", (128,), [_CAUSAL])
+    _add(_arch, "decode", "fp32", (64,), [_CAUSAL])
+_add("sm_90", "layer_norm", "bf16", (512, 4096, 8192, 16384))
+_add("sm_90", "layer_norm", "bf16", (512, 16384), ["unbiased"])
+_add("sm_90", "layer_norm", "fp32", (512, 8192, 16384))
+_add("sm_90", "rms_norm", "bf16", (512, 16384))
+_add("sm_90", "dropout_add_layer_norm", "bf16", (512, 1024, 4096, 8192, 16384))
+_add("sm_90", "dropout_add_layer_norm", "fp32", (512, 8192))
+_add("sm_90", "dropout_add_rms_norm", "bf16", (512, 8192, 16384))
+_add("sm_90", "embed", "bf16", (512, 4096))
+_add("sm_90", "rotary_embedding", "bf16", (64, 128, 256), ["", "norm"])
+_TURNED = "interleaved", "interleaved, norm", "partial, norm"
+_add("sm_90", "rotary_embedding", "bf16", (128,), _TURNED)
+_add("sm_90", "rotary_embedding", "bf16", (64,), ["quarter, norm"])
+_add("sm_90", "rotary_embedding", "fp32", (128,), ["norm"])
+_add("sm_90", "cross_entropy", "bf16", (512, 32768, 50257))
+_add("sm_90", "cross_entropy", "fp32", (32768,))
 for _v in (32768, 50257):
     _case = CASES[f"sm_90 cross_entropy bf16 V={_v}"]
     CASES[f"sm_90 cross_entropy bf16 V={_v} ahead"] = {**_case, "ahead": True}
-_feed_forward("sm_90", "bf16", ["relu", "gelu", "gelu_tanh", "silu"], [False, True])
-_feed_forward("sm_90", "fp32", ["relu", "gelu"], [True])
-_rows("geglu", "sm_90", "bf16", (4096,))
-_rows("geglu", "sm_90", "fp32", (4096,))
-_rows("swiglu", "sm_90", "bf16", (4096,))
-_rows("gated_activation", "sm_90", "bf16", (4096,))
+_ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu"
+_add("sm_90", "feed_forward", "bf16", (1024,), _dropped(_ACTIVATIONS, *_BOTH))
+_add("sm_90", "feed_forward", "fp32", (1024,), _dropped(["relu", "gelu"]))
+for _op, _dtype in (("geglu", "bf16"), ("geglu", "fp32"), ("swiglu", "bf16")):
+    _add("sm_90", _op, _dtype, (4096,))
+_add("sm_90", "gated_activation", "bf16", (4096,))
 for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "other"):
-    _decode(_arch, "bf16", (128, 256), ["lengths, causal"])
-    _decode(_arch, "bf16", (128,), ["pages of 16"])
-    _decode(_arch, "fp32", (128, 256), ["lengths, causal"])
+    _add(_arch, "decode", "bf16", (128, 256), [_CAUSAL])
+    _add(_arch, "decode", "bf16", (128,), ["pages of 16"])
+    _add(_arch, "decode", "fp32", (128, 256), [_CAUSAL])
 for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
     if _arch != "gfx90a":
-        _attention(_arch, "bf16", (128,), ["causal"], [False])
-        _attention(_arch, "bf16", (64, 128, 256), ["key mask"], [True])
-    _attention(_arch, "bf16", (64, 128, 256), [_EVERY], [True])
-    _attention(_arch, "fp32", (64, 128, 256), [_EVERY], [True])
-    _layer_norm(_arch, "bf16", (8192, 16384), [False])
-    _rows("dropout_add_layer_norm", _arch, "bf16", (512, 8192))
-    _rows("embed", _arch, "bf16", (512,))
-    _rotary(_arch, "bf16", (128,), ["norm"])
-    _rows("geglu", _arch, "bf16", (4096,))
-    _rows("cross_entropy", _arch, "bf16", (32768,), "v")
-    _feed_forward(_arch, "bf16", ["relu", "gelu"], [True])
-    _feed_forward(_arch, "fp32", ["gelu"], [True])
-_attention("sm_103", "bf16", (64, 128, 256), [_EVERY], [True])  # it takes the rows of sm_100
-_attention("sm_103", "fp32", (128,), [_EVERY], [True])
-_feed_forward("sm_103", "bf16", ["gelu"], [True])
+        _add(_arch, "attention", "bf16", (128,), ["causal"])
+        _add(_arch, "attention", "bf16", (64, 128, 256), ["key mask, dropout"])
+    _add(_arch, "attention", "bf16", (64, 128, 256), _WITH_EVERY)
+    _add(_arch, "attention", "fp32", (64, 128, 256), _WITH_EVERY)
+    _add(_arch, "layer_norm", "bf16", (8192, 16384))
+    _add(_arch, "dropout_add_layer_norm", "bf16", (512, 8192))
+    _add(_arch, "embed", "bf16", (512,))
+    _add(_arch, "rotary_embedding", "bf16", (128,), ["norm"])
+    _add(_arch, "geglu", "bf16", (4096,))
+    _add(_arch, "cross_entropy", "bf16", (32768,))
+    _add(_arch, "feed_forward", "bf16", (1024,), _dropped(["relu", "gelu"]))
+    _add(_arch, "feed_forward", "fp32", (1024,), ["gelu, dropout"])
+_add("sm_103", "attention", "bf16", (64, 128, 256), _WITH_EVERY)  # it takes the rows of sm_100
+_add("sm_103", "attention", "fp32", (128,), _WITH_EVERY)
+_add("sm_103", "feed_forward", "bf16", (1024,), ["gelu, dropout"])
+
+
+def _variant(name: str, suffix: str, **facts: Any) -> None:
+    """Add a known case once more, with other facts."""
+    CASES[f"{name}, {suffix}"] = {**CASES[name], **facts}
+
+
 for _arch in ("sm_90", "gfx942"):
-    CASES[f"{_arch} feed_forward bf16 gelu, dropout, torch's GEMM"] = {
-        **CASES["sm_90 feed_forward bf16 gelu, dropout"],
-        "arch": _arch,
-        "choices": {"feed_forward first": "torch"},
-    }
+    _base = f"{_arch} feed_forward bf16 gelu, dropout"
+    _variant(_base, "torch's GEMM", choices={"feed_forward first": "torch"})
 for _name in ("dropout_add_layer_norm bf16 N=1024", "feed_forward bf16 gelu, dropout"):
-    CASES[f"sm_90 {_name}, shard"] = {
-        **CASES[f"sm_90 {_name}"],
-        "shard": [512, 1024, 8192, 128, 4096],
-    }
+    _variant(f"sm_90 {_name}", "shard", shard=[512, 1024, 8192, 128, 4096])
 
 
-def _hopper(dims: tuple[int, ...], masks: list[str], row: str = "Gluon 128 128") -> None:
+def _hopper(dims: Iterable[int], kinds: Iterable[str], row: str = "Gluon 128 128") -> None:
     """Add cases with the forward for Hopper; a name leaves out its first row."""
     for d in dims:
-        for mask in masks:
-            kind, drop = mask.removesuffix(", dropout"), mask.endswith(", dropout")
-            shape = dict(arch="sm_90", op="attention", dtype="bf16", d=d, length=4096, dropout=drop)
+        for kind in kinds:
+            name = f"sm_90 attention bf16 D={d} {kind}"
             named = "Gluon" if row == "Gluon 128 128" else row
-            CASES[f"sm_90 attention bf16 D={d} {mask}, {named}"] = {
-                **shape, **NOTHING, **MASKS[kind], "choices": {"attention forward": row},
-            }  # fmt: skip
+            case = {"arch": "sm_90", "op": "attention", "dtype": "bf16", "d": d}
+            choices = {"attention forward": row}
+            CASES[f"{name}, {named}"] = {**case, **_facts("attention", d, kind), "choices": choices}
 
 
 _hopper((64, 128), ["plain", "plain, dropout", "causal", "causal, dropout", "key mask"])
@@ -244,7 +229,7 @@ _hopper((64, 128), ["key mask, dropout", "window, bottom-right, lengths", "softc
 _hopper((64, 128), ["key bias", "packed, causal"])
 _hopper((64,), ["2-D bias", "alibi, causal", "2-D mask, dropout"])
 _hopper((128,), ["2-D bias, dropout", "2-D mask"])
-_hopper((128,), [f"{list(MASKS)[9]}, dropout"], "Gluon 128 64")
+_hopper((128,), _WITH_EVERY, "Gluon 128 64")
 _hopper((256,), ["plain", "causal, dropout", "key mask"], "Gluon 128 64")
 _hopper((128,), ["plain"], "Gluon 128 128, no turns")
 _hopper((128,), ["causal", "2-D mask, causal, lengths"], "Gluon 128 128, packed")
@@ -253,43 +238,27 @@ _hopper((64, 128), ["plain", "causal"], "Gluon 128 128, persistent")
 
 _BACKWARD = {"attention dkdv": "Gluon 64 128", "attention dq": "Gluon 128 128"}
 _SMALL = {"attention dkdv": "Gluon 32 128", "attention dq": "Gluon 128 64"}
+_OF_BOTH = _dropped(["plain", "causal", "key mask"], *_BOTH)
+_OF_BOTH += ["window, bottom-right, lengths, dropout"]
 for _d, _also in (
-    (64, ("alibi, causal, dropout", "softcap, causal, dropout")),
-    (128, ("packed, causal, dropout",)),
+    (64, ["alibi, causal, dropout", "softcap, causal, dropout"]),
+    (128, ["packed, causal, dropout"]),
 ):
-    for _mask in (
-        "plain",
-        "plain, dropout",
-        "causal",
-        "causal, dropout",
-        "key mask",
-        "key mask, dropout",
-        "window, bottom-right, lengths, dropout",
-        *_also,
-    ):
-        _case = CASES[f"sm_90 attention bf16 D={_d} {_mask}"]
-        CASES[f"sm_90 attention bf16 D={_d} {_mask}, Gluon backward"] = {
-            **_case,
-            "choices": _BACKWARD,
-        }
-for _mask in ("2-D mask, dropout", "key bias, dropout", f"{_EVERY}, dropout"):
+    for _kind in _OF_BOTH + _also:
+        _variant(f"sm_90 attention bf16 D={_d} {_kind}", "Gluon backward", choices=_BACKWARD)
+for _kind in ("2-D mask, dropout", "key bias, dropout", *_WITH_EVERY):
     for _d in (64, 128):
-        CASES[f"sm_90 attention bf16 D={_d} {_mask}, Gluon backward"] = _case = {
-            **CASES[f"sm_90 attention bf16 D={_d} {_mask}"],
-            "choices": _SMALL if _d == 128 and "bias" in _mask else _BACKWARD,
-        }
-        if "2-D bias" in _mask:  # of each sequence and head
-            _name = f"sm_90 attention bf16 D={_d} {_mask}, own bias, Gluon backward"
-            _tiles = {**_case["choices"], "attention dq": "Gluon 128 64"}
-            CASES[_name] = {**_case, "bias": "own bf16", "choices": _tiles}
-
-for _mask in ("plain", "causal, dropout"):
-    CASES[f"sm_90 attention bf16 D=256 {_mask}, Gluon backward"] = {
-        **CASES[f"sm_90 attention bf16 D=256 {_mask}"],
-        "choices": {"attention dq": "Gluon 128 32"},
-    }
-
-for _drop in ("", ", dropout"):
+        _base, _tiles = f"sm_90 attention bf16 D={_d} {_kind}", _BACKWARD
+        if _d == 128 and "bias" in _kind:
+            _tiles = _SMALL
+        _variant(_base, "Gluon backward", choices=_tiles)
+        if "2-D bias" in _kind:  # of each sequence and head
+            _tiles = {**_tiles, "attention dq": "Gluon 128 64"}
+            _variant(_base, "own bias, Gluon backward", bias="own bf16", choices=_tiles)
+for _kind in ("plain", "causal, dropout"):
+    _base = f"sm_90 attention bf16 D=256 {_kind}"
+    _variant(_base, "Gluon backward", choices={"attention dq": "Gluon 128 32"})
+for _drop in _BOTH:
     CASES[f"sm_90 attention bf16 D=64 2-D mask, all tiles{_drop}"] = {
         **CASES[f"sm_90 attention bf16 D=64 2-D mask{_drop}"],
         "choices": {f"attention {way} bounds": "all tiles" for way in ("forward", "backward")},
@@ -319,7 +288,9 @@ for _arch in ("sm_80", "sm_89", "sm_120"):
     if _arch == "sm_80":
         _short(_arch, "scratch", 32, ["key mask, dropout"])
 _short("sm_100", "scratch", 64, _USUAL)
-_attention("sm_120", "bf16", (64, 128), ["key mask"], [True])  # it takes the rows of sm_86
+_short("sm_90", "Gluon 64 128", 64, [*_USUAL, "lengths, dropout"])
+_short("sm_90", "Gluon 64 128", 64, ["key mask, dropout"], 128)
+_add("sm_120", "attention", "bf16", (64, 128), ["key mask, dropout"])  # it takes the rows of sm_86
 CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch, shared keys"] = {
     **CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch"],
     "groups": 2,
@@ -362,33 +333,27 @@ class Worker:
             self.process.communicate()
 
 
-def compile_all(cases: dict[str, Case], progress: Any = None) -> dict[str, dict[str, Any]]:
-    """The worker's answer to each case: {"records", "limit", "seconds"} or {"error"}."""
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in cases:
-        waiting.put(name)
-    answers: dict[str, dict[str, Any]] = {}
-    one_by_one = threading.Lock()
+def compile_all(cases: dict[str, Case], progress: Callable[[str, dict[str, Any]], None]) -> None:
+    """Call `progress` with the name of each case and the worker's answer as soon as it is there:
+    {"records", "limit", "seconds"} or {"error"}.
+    """
+    free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    workers = [Worker() for _ in range(WORKERS)]
 
-    def work() -> None:
-        worker = Worker()
-        while True:
-            try:
-                name = waiting.get_nowait()
-            except queue.Empty:
-                break
-            answers[name] = worker.ask(cases[name])
-            with one_by_one:
-                if progress:
-                    progress(name, answers[name])
+    def ask(name: str) -> tuple[str, dict[str, Any]]:
+        worker = free.get()
+        try:
+            return name, worker.ask(cases[name])
+        finally:
+            free.put(worker)
+
+    for worker in workers:
+        free.put(worker)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for done in as_completed([pool.submit(ask, name) for name in cases]):
+            progress(*done.result())
+    for worker in workers:
         worker.close()
-
-    threads = [threading.Thread(target=work) for _ in range(WORKERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return {name: answers[name] for name in cases}
 
 
 # -------------------------------------------------------------------------------------- the data

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import ROOT
@@ -31,171 +30,6 @@ from benchmarks.proof import cost
 from benchmarks.proof.cases import CASES, DATA, Table, compile_all, keys, translation
 
 MEND = "to compile them: python -m benchmarks.proof.compile_gate --mend"
-
-# Spills that are known and stay: part of a case's name, of a kernel's, bytes.
-#   float32 at D=256: the tf32 parts of a [16, 256] operand fill a warp; no tile is smaller.
-#   rows of 8192 in 16 warps: 128 registers a thread, dropout's words among them.
-#   bf16 at D=256: a few registers, stored before the loop and loaded after it, against half the
-#   queries in a tile. The same at D=128 on sm_80, beside a mask of keys.
-SPILLS: tuple[tuple[str, str, int], ...] = (
-    ("sm_100 attention fp32 D=256", "backward_dkdv", 950),
-    ("attention fp32 D=256", "", 900),
-    ("decode fp32 D=256", "split", 160),
-    ("sm_90 attention bf16 D=256", "backward_dkdv", 48),
-    ("sm_80 attention bf16 D=128 key mask", "backward_dkdv", 36),
-    ("sm_100 attention bf16 D=128 key mask", "backward_dkdv", 8),  # Triton 3.9
-    ("attention fp32 D=64", "backward_dkdv", 32),
-    ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 44),
-    ("other attention bf16 D=256 2-D mask, 2-D bias", "backward_dkdv", 12),
-    ("other attention bf16 D=64 key mask, dropout", "backward_dq", 8),
-    ("gfx942 attention bf16 D=256", "backward_dq", 20),
-    ("sm_90 attention bf16 D=512 key mask", "backward_dkdv", 24),
-    ("sm_90 attention bf16 D=512 key mask", "backward_dq", 64),
-    ("sm_90 attention bf16 D=512 window", "backward_dkdv", 12),
-    # Stored before the loop and loaded after it by a consumer, which has 240 registers. With a mask
-    # or a bias of keys also by the warp that sets values to zero, which has 24.
-    ("Gluon", "hopper_forward", 40),
-    ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 52),
-    ("key mask, Gluon", "hopper_forward", 272),
-    ("key bias, Gluon", "hopper_forward", 272),
-    ("key mask, dropout, Gluon", "hopper_forward", 364),
-    ("D=128 plain, Gluon backward", "hopper_d", 8),
-    ("D=128 plain, dropout, Gluon backward", "hopper_d", 16),
-    ("D=128 causal, Gluon backward", "hopper_d", 16),
-    ("D=128 causal, dropout, Gluon backward", "hopper_d", 28),
-    ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_d", 44),
-    ("D=128 packed, causal, dropout, Gluon backward", "hopper_d", 20),
-    ("D=128 2-D mask, dropout, Gluon backward", "hopper_d", 40),
-    ("D=64 key bias, dropout, Gluon backward", "hopper_dq", 32),
-    ("D=64 2-D mask, 2-D bias, causal, lengths, dropout, Gluon backward", "hopper_dq", 8),
-    ("D=128 key bias, dropout, Gluon backward", "hopper_dq", 32),
-    ("D=128 key mask, Gluon backward", "hopper_dkdv", 40),
-    ("D=128 key mask, Gluon backward", "hopper_dq", 64),
-    ("D=64 key mask, dropout, Gluon backward", "hopper_dq", 48),
-    ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 132),
-    ("D=128 key mask, dropout, Gluon backward", "hopper_dq", 176),
-    # Of short sequences, apart from `tiny` outside of the loop over the queries (cost.LOCAL).
-    (", tiny", "short_backward", 104),
-    (", scratch", "short_backward", 156),
-    ("sm_90 attention bf16 D=128 S=512", "short_backward", 356),
-    ("sm_100 attention bf16 D=64 S=512", "short_backward", 728),
-    ("dropout_add_layer_norm bf16 N=8192", "backward", 8),
-    ("dropout_add_layer_norm fp32 N=8192", "backward", 24),
-)
-# Serialised wgmma that are known and stay: part of a case's name, of a kernel's. At D=256 there are
-# no registers for the loop that would let dQ read masked keys (`Tile.again`).
-SERIALISED: tuple[tuple[str, str], ...] = (
-    ("sm_90 attention bf16 D=256 key", "backward_dq"),
-    ("sm_90 attention bf16 D=256 2-D mask", "backward_dkdv"),
-)
-# What other versions of Triton add, by the version.
-SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
-    # Triton 3.6 allocates registers worse. Where a kernel without dropout spills, it is outside the
-    # loops.
-    "3.6": (
-        ("sm_90 rotary_embedding bf16 D=128 interleaved, norm", "backward", 12),
-        ("sm_90 attention bf16 D=64 key mask", "backward_dkdv", 48),
-        ("sm_90 attention bf16 D=64 key bias", "backward_dkdv", 48),
-        ("sm_90 attention bf16 D=64 alibi, causal", "backward_dkdv", 40),
-        ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 60),
-        ("sm_90 attention bf16 D=64 2-D mask, dropout", "backward_dkdv", 16),
-        ("sm_90 attention bf16 D=128 plain", "backward_dkdv", 48),
-        ("sm_90 attention bf16 D=128 key mask", "backward_dkdv", 24),
-        ("sm_90 attention bf16 D=128 sinks, window", "backward_dkdv", 8),
-        ("attention bf16 D=256 2-D mask, 2-D bias", "backward_dkdv", 92),
-        ("sm_80 attention bf16 D=128 2-D mask, 2-D bias", "backward_dkdv", 56),
-        ("sm_100 attention bf16 D=64 key mask", "backward_dkdv", 16),
-        ("attention fp32 D=128", "", 60),
-        ("attention fp32 D=256", "", 908),
-        ("feed_forward bf16 silu", "hidden_backward", 8),
-        ("other decode bf16 D=256", "split", 24),
-        # With the bounds of a mask: 15 of 1046 instructions of the loop, which visits fewer tiles,
-        # and 6 of 1918.
-        ("sm_90 attention bf16 D=64 2-D mask of numbers, dropout", "backward_dkdv", 96),
-        ("sm_90 attention bf16 D=128 2-D mask of numbers, dropout", "bounds", 36),
-        ("sm_90 attention bf16 D=64 2-D mask, all tiles, dropout", "backward_dkdv", 16),
-        ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 72),
-        ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 88),
-        ("D=128 plain, dropout, Gluon backward", "hopper_dkdv", 28),
-        ("D=128 causal, Gluon backward", "hopper_dkdv", 24),
-        ("D=128 causal, dropout, Gluon backward", "hopper_dkdv", 108),
-        ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 236),
-        ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 172),
-        ("D=128 2-D mask, dropout, Gluon backward", "hopper_dkdv", 48),
-        ("D=128 key mask, Gluon backward", "hopper_dkdv", 88),
-        ("D=64 key mask, dropout, Gluon backward", "hopper_dq", 64),
-        ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 236),
-    ),
-    # Triton 3.9 needs more beside dropout, and for dK and dV at D=256.
-    "3.9": (
-        ("sm_90 attention bf16 D=64 2-D bias, dropout", "backward_dkdv", 8),
-        ("sm_90 attention bf16 D=64 2-D fp32 bias, dropout", "backward_dkdv", 16),
-        ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 32),
-        # 10 of the 1190 issue slots of the loop of whole tiles
-        ("sm_90 attention bf16 D=64 alibi, causal", "backward_dkdv", 168),
-        ("sm_90 attention bf16 D=128 key bias, dropout", "backward_dkdv", 32),
-        ("sm_90 attention bf16 D=128 2-D bias, dropout", "backward_dkdv", 144),
-        ("sm_90 attention bf16 D=128 2-D fp32 bias, dropout", "backward_dkdv", 24),
-        ("sm_90 attention bf16 D=128 key mask, key bias", "backward_dkdv", 72),
-        ("sm_90 attention bf16 D=128 alibi, causal, dropout", "backward_dkdv", 32),
-        ("sm_90 attention bf16 D=128 softcap, causal, dropout", "backward_dkdv", 68),
-        ("sm_90 attention bf16 D=256", "backward_dkdv", 700),
-        ("sm_90 attention bf16 D=256 2-D fp32 bias, dropout", "backward_dq", 56),
-        ("sm_90 attention bf16 D=256 2-D mask, 2-D bias", "backward_dq", 96),
-        ("sm_90 attention bf16 D=256 2-D mask, 2-D bias", "backward_dbias", 32),
-        ("attention bf16 D=64 key mask, dropout", "backward_dq", 40),
-        ("attention fp32 D=128 2-D mask, 2-D bias", "", 176),
-        ("other attention fp32 D=64 2-D mask, 2-D bias", "backward_dkdv", 44),
-        ("sm_90 attention bf16 D=64 2-D mask of numbers", "bounds", 16),
-        ("sm_90 attention bf16 D=64 2-D mask of numbers, dropout", "backward_dkdv", 8),
-        ("sm_90 attention bf16 D=64 key mask, key bias", "backward_dkdv", 128),
-        ("sm_90 attention bf16 D=128 key mask, dropout", "backward_dkdv", 24),
-        ("sm_100 attention fp32 D=64 2-D mask, 2-D bias", "backward_dbias", 12),
-        ("sm_90 layer_norm fp32 N=16384", "backward_wide_dx", 8),
-        ("dropout_add_layer_norm fp32 N=8192", "backward", 56),
-        ("dropout_add_layer_norm bf16 N=8192", "backward", 16),
-        ("D=64 causal, dropout, Gluon", "hopper_forward", 48),
-        ("D=128 plain, Gluon", "hopper_forward", 396),
-        ("D=128 plain, dropout, Gluon", "hopper_forward", 528),
-        ("D=128 causal, Gluon", "hopper_forward", 480),
-        ("D=128 causal, dropout, Gluon", "hopper_forward", 592),
-        ("D=128 key mask, Gluon", "hopper_forward", 480),
-        ("D=64 window, bottom-right, lengths, Gluon", "hopper_forward", 64),
-        ("D=128 key mask, dropout, Gluon", "hopper_forward", 1016),
-        ("D=128 window, bottom-right, lengths, Gluon", "hopper_forward", 708),
-        ("D=128 softcap, causal, Gluon", "hopper_forward", 564),
-        ("D=128 key bias, Gluon", "hopper_forward", 480),
-        ("D=128 packed, causal, Gluon", "hopper_forward", 468),
-        ("D=64 alibi, causal, Gluon", "hopper_forward", 80),
-        ("D=64 2-D mask, dropout, Gluon", "hopper_forward", 104),
-        ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 716),
-        ("D=128 2-D mask, Gluon", "hopper_forward", 540),
-        ("D=256 plain, Gluon 128 64", "hopper_forward", 160),
-        ("D=256 causal, dropout, Gluon 128 64", "hopper_forward", 408),
-        ("D=256 key mask, Gluon 128 64", "hopper_forward", 328),
-        ("D=64 causal, Gluon 192 128, packed", "hopper_forward", 2540),
-        ("D=64 causal, Gluon 128 128, persistent", "hopper_forward", 92),
-        ("D=128 plain, Gluon 128 128, persistent", "hopper_forward", 772),
-        ("D=128 causal, Gluon 128 128, persistent", "hopper_forward", 804),
-        ("D=128 plain, dropout, Gluon backward", "hopper_dkdv", 244),
-        ("D=128 causal, dropout, Gluon backward", "hopper_dkdv", 116),
-        ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 192),
-        ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 116),
-        ("D=128 2-D mask, dropout, Gluon backward", "hopper_dkdv", 312),
-        ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 236),
-    ),
-}
-SERIALISED_OF: dict[str, tuple[tuple[str, str], ...]] = {
-    "3.6": (
-        ("key mask, key bias", "forward"),
-        ("key mask, key bias", "backward_dq"),
-        ("2-D mask, 2-D bias", "backward_dkdv"),
-        ("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),
-    ),
-    "3.9": (("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),),
-}
-KNOWN_SPILLS = SPILLS + SPILLS_OF.get(cost.VERSION, ())
-KNOWN_SERIALISED = SERIALISED + SERIALISED_OF.get(cost.VERSION, ())
 
 
 def _unaligned(case: dict[str, Any]) -> bool:
@@ -207,11 +41,9 @@ def spills(name: str, kernels: list[Kernel]) -> list[str]:
     """Return which kernels of a case spill or are serialised and are not known to, in words."""
     found = []
     for kernel in kernels if not _unaligned(CASES[name]) else ():
-        known = [n for part, of, n in KNOWN_SPILLS if part in name and of in kernel.name]
-        if kernel.spill > max(known, default=0):
+        if kernel.spill > max(cost.known("spill", name, kernel.name), default=0):
             found.append(f"{kernel.name}: {kernel.spill} bytes of spill")
-        allowed = any(part in name and of in kernel.name for part, of in KNOWN_SERIALISED)
-        if kernel.serialised != "-" and not allowed:
+        if kernel.serialised != "-" and not cost.known("serialised", name, kernel.name):
             found.append(f"{kernel.name}: wgmma is serialised, {kernel.serialised}")
     return found
 
@@ -353,27 +185,15 @@ def changes(name: str, answer: dict[str, Any], known: dict[str, Any]) -> list[st
     return differences(rows(answer), before) + cost.grown(loops, cost.read_case(name, known))
 
 
-def in_gluon(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what the data hold of the kernels in Gluon."""
-    parts = ("kernels", "costs")
-    return {
-        name: {part: [x for x in case[part] if x[0] in cost.OVERLAPPED] for part in parts}
-        for name, case in cases.items()
-        if "Gluon" in name
-    }
-
-
 def mend(
     names: list[str],
     keys: dict[str, str],
     known: dict[str, dict[str, Any]],
     write: Callable[[], None],
-    wrong_too: bool = False,
 ) -> list[str]:
-    """Compile the cases of these names, enter those without a problem (or, with `wrong_too`, all
-    that compile) in `known` with their keys, and call `write` after each. Return the problems, in
-    words.
-    """  # fmt: skip
+    """Compile the cases of these names, enter those without a problem in `known` with their keys,
+    and call `write` after each. Return the problems, in words.
+    """
     found: list[str] = []
     started = time.time()
 
@@ -381,9 +201,9 @@ def mend(
         seconds = f"{time.time() - started:5.0f} s  {answer.get('seconds', 0):5.1f} s of processor"
         remarks = wrong(name, answer)
         found.extend(f"{name}: {text}" for text in remarks)
-        if "error" not in answer and (wrong_too or not remarks):
+        if not remarks:
             if name in known:
-                remarks = remarks + changes(name, answer, known[name])
+                remarks = changes(name, answer, known[name])
             known[name] = {"key": keys[name], **entry(name, answer)}
             write()
         print(f"{seconds}  {name}", *(f"    {text}" for text in remarks), sep="\n", flush=True)
@@ -430,9 +250,6 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="only the cases whose name matches"
     )
-    parser.add_argument(
-        "--gluon", type=Path, metavar="FILE", help="write the kernels in Gluon, right or wrong"
-    )
     options = parser.parse_args()
     try:
         named = [name for name in CASES if re.search(options.only, name)]
@@ -463,10 +280,7 @@ def main() -> None:
     asked = [name for name in (named if options.all else stale) if name not in same]
     print(f"{len(same)} are translated to the same GPU IR; {len(asked)} are compiled", flush=True)
     write()
-    found = mend(asked, now, known, write, wrong_too=bool(options.gluon))
-    if options.gluon:
-        compiled = {name: known[name] for name in asked if name in known}
-        Table(version, in_gluon(compiled)).write(options.gluon)
+    found = mend(asked, now, known, write)
     print(*found, sep="\n")
     print(f"{len(asked)} of {len(CASES)} cases compiled, {len(found)} problems")
     sys.exit(bool(found))

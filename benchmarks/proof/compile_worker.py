@@ -117,7 +117,6 @@ def read_loops(kernel: Any) -> dict[str, Any]:
         n = len(loops) // (1 + len(re.findall(r"partition\d+\(.*num_warps\(4\)", ttgir)))
         each = [sass.together(loops[i::n], warps) for i in range(n)]
         products = [int(x["product"]) for x in each]
-        facts["warps_alone"] = sass.warps_alone(code)
         return facts | dict(loops=each, products=products, outstanding=facts["outstanding"] * n)
     loops = [sass.count(x, warps) for x in loops]
     return dict(**facts, loops=loops, products=sass.products(kernel.asm["ttir"]))
@@ -291,53 +290,49 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def given(case: dict[str, Any], kind: str, shapes: dict[str, tuple[int, ...]]) -> Any:
+    """Return the mask or the bias of a case, by the word for its shape; a bias also has a dtype."""
+    shape, _, dtype = case[kind].partition(" ")
+    return empty(*shapes[shape], dtype=DTYPES.get(dtype, torch.bool)) if shape else None
+
+
+def described(case: dict[str, Any], heads: int, mask: Any, bias: Any, **more: Any) -> Attention:
+    dropped = case.get("dropout", False)
+    return Attention(
+        mask, 0.1 if dropped else 0.0, case["causal"], case["d"] ** -0.5, bias,
+        window=case["window"], causal_alignment=case["alignment"], softcap=case["softcap"],
+        alibi_slopes=empty(heads, dtype=torch.float32) if case["alibi"] else None,
+        sinks=empty(heads, dtype=DTYPES[case["dtype"]]) if case["sinks"] else None,
+        dropout_seed=empty(1, dtype=torch.int64) if dropped else None, **more,
+    )  # fmt: skip
+
+
 def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     batch, heads, groups, length = 2, 4, case.get("groups", 4), case["length"]
     dtype, d = DTYPES[case["dtype"]], case["d"]
     batch = 1 if d > 256 else batch  # so that only what has Sq * Sk elements has so many
     query, key, value = (empty(batch, n, length, d, dtype=dtype) for n in (heads, groups, groups))
-    shapes = {"key": (batch, 1, 1, length), "2d": (batch, 1, length, length)}
-    mask = empty(*shapes[case["mask"]], dtype=torch.bool) if case["mask"] else None
-    bias = None
-    if case["bias"]:
-        shape, kind = case["bias"].split()
-        biases = {"key": (1, 1, 1, length), "2d": (1, heads, length, length), "mask": shapes["2d"]}
-        biases["own"] = (batch, heads, length, length)
-        bias = empty(*biases[shape], dtype=DTYPES[kind])
-    recorder.large = {x.untyped_storage()._cdata for x in (mask, bias) if x is not None}
-    dropout_p, seed = 0.0, None
-    if case["dropout"]:
-        dropout_p, seed = 0.1, empty(1, dtype=torch.int64)
-    window, alignment = case["window"], case["alignment"]
-    shard = None if case["shard"] is None else Shard(*case["shard"])
-    sinks = empty(heads, dtype=dtype) if case["sinks"] else None
-    slopes = empty(heads, dtype=torch.float32) if case["alibi"] else None
+    masks = {"key": (batch, 1, 1, length), "2d": (batch, 1, length, length)}
+    biases = {"key": (1, 1, 1, length), "2d": (1, heads, length, length), "mask": masks["2d"]}
+    biases["own"] = (batch, heads, length, length)
+    needs = [True, True, True, bool(case["bias"]), case["sinks"]]
     if case["packed"]:
         offsets = empty(batch + 1, dtype=torch.int32)
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        bias = (
-            empty(batch * length, dtype=DTYPES[case["bias"].split()[1]]) if case["bias"] else None
-        )
-        described = Attention(
-            None, dropout_p, case["causal"], d**-0.5, bias, window=window,
-            causal_alignment=alignment, alibi_slopes=slopes, softcap=case["softcap"], sinks=sinks,
-            dropout_seed=seed, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=length,
-            max_k=length,
-        )  # fmt: skip
-        arguments = pack([query, key, value, described])
+        bias = given(case, "bias", {"key": (batch * length,)})
+        lengths = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=length, max_k=length)
+        arguments = pack([query, key, value, described(case, heads, None, bias, **lengths)])
         saved = attention.packed_forward(*arguments, False)
-        needs = [True] * 3 + [bias is not None, case["sinks"]]
         attention.packed_backward(torch.empty_like(saved[0]), None, *arguments, *saved, needs)
         return
-    described = Attention(
-        mask, dropout_p, case["causal"], d**-0.5, bias,
-        empty(batch, dtype=torch.int32) if case["lengths"] else None, window, alignment,
-        slopes, case["softcap"], sinks, seed, shard,
-    )  # fmt: skip
-    arguments = pack([query, key, value, described])
+    mask, bias = given(case, "mask", masks), given(case, "bias", biases)
+    recorder.large = {x.untyped_storage()._cdata for x in (mask, bias) if x is not None}
+    lengths = empty(batch, dtype=torch.int32) if case["lengths"] else None
+    shard = Shard(*case["shard"]) if case["shard"] else None
+    options = described(case, heads, mask, bias, key_lengths=lengths, shard=shard)
+    arguments = pack([query, key, value, options])
     saved = attention.forward(*arguments, False)
-    learned = bias is not None and not case["bias"].startswith("mask")
-    needs = [True, True, True, learned, case["sinks"]]
+    needs[3] = bias is not None and not case["bias"].startswith("mask")
     gradient = empty(*saved[0].shape, dtype=dtype)
     attention.backward(gradient, None, *arguments, *saved, needs)
 
@@ -348,45 +343,40 @@ def call_decode(case: dict[str, Any], recorder: Recorder) -> None:
     dtype, d, page = DTYPES[case["dtype"]], case["d"], case["page"]
     query = empty(1, heads, queries, d, dtype=dtype)
     shapes = {"key": (1, 1, 1, length), "2d": (1, 1, queries, length)}
-    mask = empty(*shapes[case["mask"]], dtype=torch.bool) if case["mask"] else None
-    bias = None
-    if case["bias"]:
-        shape, kind = case["bias"].split()
-        bias = empty(*shapes[shape], dtype=DTYPES[kind])
     lengths = empty(1, dtype=torch.int32) if case["lengths"] or page else None
-    described = Attention(
-        mask, 0.0, case["causal"], d**-0.5, bias, lengths, case["window"], case["alignment"],
-        empty(heads, dtype=torch.float32) if case["alibi"] else None, case["softcap"],
-        empty(heads, dtype=dtype) if case["sinks"] else None,
-    )  # fmt: skip
+    mask, bias = given(case, "mask", shapes), given(case, "bias", shapes)
+    options = described(case, heads, mask, bias, key_lengths=lengths)
     if page:
         pages = (empty(length // page, page, groups, d, dtype=dtype) for _ in range(2))
         table = empty(1, length // page, dtype=torch.int32)
-        attention.paged_forward(*pack([query, *pages, table, described]), False)
+        attention.paged_forward(*pack([query, *pages, table, options]), False)
     else:
         keys = (empty(1, groups, length, d, dtype=dtype) for _ in range(2))
-        attention.forward(*pack([query, *keys, described]), False)
+        attention.forward(*pack([query, *keys, options]), False)
+
+
+def rows(case: dict[str, Any], tensors: int, parameters: int) -> list[torch.Tensor]:
+    """Return tensors of 4096 rows, and parameters of a row."""
+    shapes = [(4096, case["n"])] * tensors + [(case["n"],)] * parameters
+    return [empty(*shape, dtype=DTYPES[case["dtype"]]) for shape in shapes]
 
 
 def call_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
-    n, dtype = case["n"], DTYPES[case["dtype"]]
-    x, weight, bias = empty(4096, n, dtype=dtype), empty(n, dtype=dtype), empty(n, dtype=dtype)
-    arguments = (x, (n,), weight, bias, 1e-5, case["unbiased"])
+    x, weight, bias = rows(case, 1, 2)
+    arguments = (x, (case["n"],), weight, bias, 1e-5, case["unbiased"])
     output, mean, reciprocal = layer_norm.forward(*arguments)
     layer_norm.backward(torch.empty_like(output), *arguments, mean, reciprocal, [True] * 3)
 
 
 def call_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
-    n, dtype = case["n"], DTYPES[case["dtype"]]
-    arguments = (empty(4096, n, dtype=dtype), (n,), empty(n, dtype=dtype), 1e-5)
+    x, weight = rows(case, 1, 1)
+    arguments = (x, (case["n"],), weight, 1e-5)
     output, reciprocal = layer_norm.rms_forward(*arguments)
     layer_norm.rms_backward(torch.empty_like(output), *arguments, reciprocal, [True] * 2)
 
 
 def call_dropout_add_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
-    n, dtype = case["n"], DTYPES[case["dtype"]]
-    x, residual = (empty(4096, n, dtype=dtype) for _ in range(2))
-    parameters = empty(n, dtype=dtype), empty(n, dtype=dtype)
+    x, residual, *parameters = rows(case, 2, 2)
     options = (0.1, 1e-5, False, empty(1, dtype=torch.int64), case.get("shard"))
     output, *saved = layer_norm.add_forward(x, residual, *parameters, *options)
     gradients = torch.empty_like(output), torch.empty_like(output)
@@ -394,9 +384,8 @@ def call_dropout_add_layer_norm(case: dict[str, Any], recorder: Recorder) -> Non
 
 
 def call_dropout_add_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
-    n, dtype = case["n"], DTYPES[case["dtype"]]
-    x, residual = (empty(4096, n, dtype=dtype) for _ in range(2))
-    options = empty(n, dtype=dtype), 0.1, 1e-5, empty(1, dtype=torch.int64), None
+    x, residual, weight = rows(case, 2, 1)
+    options = weight, 0.1, 1e-5, empty(1, dtype=torch.int64), None
     output, *saved = layer_norm.add_rms_forward(x, residual, *options)
     gradients = torch.empty_like(output), torch.empty_like(output)
     layer_norm.add_rms_backward(*gradients, *options, *saved, [True] * 3)

@@ -3,12 +3,7 @@
     python -m benchmarks.proof.cost              prints the ledger from benchmarks/results/
                                                  compile.json, which compile_gate.py writes
     python -m benchmarks.proof.cost --only TEXT  only the cases with TEXT in their name
-    python -m benchmarks.proof.cost --peers      prints the same of FlashAttention-4, FlexAttention
-                                                 and Liger, from cost_peers.json, which --write
-                                                 compiles them for
-    python -m benchmarks.proof.cost --docs       writes the loops of attention beside theirs, and
-                                                 those in Gluon by version of Triton, to
-                                                 docs/machine_code.md
+    python -m benchmarks.proof.cost --docs       writes the table of docs/machine_code.md
 
 The counts are facts, read from the machine code (sass.py); no time is modelled.
 
@@ -21,6 +16,8 @@ and BK over 64 in that loop.
 from __future__ import annotations
 
 import argparse
+import csv
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
@@ -32,123 +29,32 @@ from benchmarks import ROOT
 from benchmarks.proof.cases import CASES, DATA, Table
 
 TILE = 128 * 64
-PEERS = ROOT / "benchmarks" / "results" / "cost_peers.json"
 PAGE = ROOT / "docs" / "machine_code.md"
-MARKS = (
-    ("<!-- loops: python -m benchmarks.proof.cost --docs -->", "<!-- end of loops -->"),
-    ("<!-- warps: python -m benchmarks.proof.cost --docs -->", "<!-- end of warps -->"),
-    ("<!-- versions: python -m benchmarks.proof.cost --docs -->", "<!-- end of versions -->"),
-)
-GLUON = ("3.6.0", "3.9.0")  # versions of Triton for which versions.py compiles kernels in Gluon
+START = "<!-- loops: python -m benchmarks.proof.cost --docs -->"
+END = "<!-- end of loops -->"
+TRITON = metadata.version("triton")
+KNOWN = Path(__file__).with_name("known.tsv")
 
-# Loops of 16-bit attention that wait for all copies, and why they stay: part of a case's name, and
-# the kernel.
-#   The gradient of a bias loads the length of each batch in the loop, and what it copies follows
-#   from it; and at D = 256 the tiles of more than one stage do not fit.
-#   dK and dV at D = 256: three stages spill.
-#   sm_80 at D = 512: three stages do not fit in shared memory.
-#   dQ with a mask and a bias of queries and keys at D = 128 on sm_100: the three stages of 128 x 64
-#   that would not wait take 246784 bytes, and a block has 232448. Smaller tiles of three stages do
-#   not wait, and issue 13% to 41% more instructions (64 x 64 in 4 warps is the least).
-#   The backward of short sequences at D=128, and on sm_80: three stages spill in the loop, or leave
-#   room for one block where there are two.
-_TWO_STAGES = (("sm_90", 128), ("sm_80", 64), ("sm_80", 32), ("sm_100", 64), ("sm_100", 32))
-KNOWN_WAITS = (
-    ("sm_100 attention bf16 D=128 2-D mask, 2-D bias", "backward_dq"),
-    ("lengths", "backward_dbias"),
-    ("D=256", "backward_dbias"),
-    ("sm_90 attention bf16 D=256", "backward_dkdv"),
-    ("D=512", "backward_dbias"),
-    *(("sm_80 attention bf16 D=512", kernel) for kernel in ("forward", "backward_dkdv")),
-    *(("sm_80 attention bf16 D=512", kernel) for kernel in ("backward_dq", "backward_dbias")),
-    ("sm_80 decode bf16 D=512", "split"),
-    *((f"{arch} attention bf16 D={d} S=", "short_backward") for arch, d in _TWO_STAGES),
-)
-
-# Loops that access local memory, and the most they do: part of a case's name, the kernel, accesses
-# for a tile of S or for 128 elements.
-#   Rows of a mask or a bias that begin anywhere: their bytes are loaded one by one.
-#   float32 at D=256 and rows of 8192: see KNOWN_SPILLS of compile_gate.py.
-#   The backward in Gluon with a mask of keys and dropout at D=128: less than 0.4% of what the loops
-#   issue. Tiles of half the size, without any, issue 16% (dK and dV) and 2% (dQ) more.
-#   The backward of short sequences that copies one head ahead: its loop is all that a head takes,
-#   and less than 1% of what it issues are pointers of these copies.
-LOCAL: tuple[tuple[str, str, float], ...] = (
-    ("unaligned 2-D mask, 2-D bias", "bounds", 1.2),
-    ("D=128 unaligned 2-D mask, 2-D bias", "forward", 130),
-    ("D=128 unaligned 2-D mask, 2-D bias", "backward_dkdv", 8),
-    ("attention fp32 D=256", "forward", 111),
-    ("attention fp32 D=256", "backward_dkdv", 828),
-    ("attention fp32 D=256", "backward_dq", 477),
-    ("dropout_add_layer_norm bf16 N=8192", "backward", 0.0625),
-    ("dropout_add_layer_norm fp32 N=8192", "backward", 0.25),
-    ("D=128 key mask, dropout, Gluon backward", "hopper_dq", 4.5),
-    ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 3),
-    (", tiny", "short_backward", 14),
-)
-# What other versions of Triton add, by the version.
-LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {
-    # Beside unaligned rows and masks of numbers. Of the loops in Gluon it is at most 1%.
-    "3.6": (
-        ("sm_90 attention bf16 D=64 2-D mask of numbers, dropout", "backward_dkdv", 32),
-        ("sm_90 attention bf16 D=128 2-D mask of numbers, dropout", "bounds", 0.05),
-        ("D=64 unaligned 2-D mask, 2-D bias", "backward_dkdv", 50),
-        ("D=128 unaligned 2-D mask, 2-D bias", "forward", 290),
-        ("D=128 unaligned 2-D mask, 2-D bias", "backward_dbias", 16),
-        ("D=128 key mask, Gluon", "hopper_forward", 2),
-        ("D=128 key bias, Gluon", "hopper_forward", 2),
-        ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 2),
-        ("D=256 key mask, Gluon 128 64", "hopper_forward", 3),
-        ("D=128 causal, dropout, Gluon backward", "hopper_dkdv", 4),
-        ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 15),
-        ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 6),
-        ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 6),
-    ),
-    # Most of all for dK and dV at D=256. Of the loops in Gluon it is at most 5% of what they issue,
-    # and 11% with 192 queries, which are no candidate.
-    "3.9": (
-        ("sm_90 attention bf16 D=64 alibi, causal", "backward_dkdv", 24),
-        ("sm_90 attention bf16 D=128 2-D bias, dropout", "backward_dkdv", 160),
-        ("sm_90 attention bf16 D=256", "backward_dkdv", 165),
-        ("sm_90 attention bf16 D=128 key mask, key bias", "backward_dkdv", 12),
-        ("D=128 unaligned 2-D mask, 2-D bias", "forward", 134),
-        ("D=128 unaligned 2-D mask, 2-D bias", "backward_dkdv", 20),
-        ("attention fp32 D=256", "forward", 119),
-        ("attention fp32 D=256", "backward_dkdv", 887),
-        ("D=128 plain, Gluon", "hopper_forward", 22),
-        ("D=128 plain, dropout, Gluon", "hopper_forward", 27),
-        ("D=128 causal, Gluon", "hopper_forward", 24),
-        ("D=128 causal, dropout, Gluon", "hopper_forward", 29),
-        ("D=128 key mask, Gluon", "hopper_forward", 23),
-        ("D=128 key mask, dropout, Gluon", "hopper_forward", 40),
-        ("D=128 window, bottom-right, lengths, Gluon", "hopper_forward", 38),
-        ("D=128 softcap, causal, Gluon", "hopper_forward", 34),
-        ("D=128 key bias, Gluon", "hopper_forward", 23),
-        ("D=128 packed, causal, Gluon", "hopper_forward", 24),
-        ("D=64 2-D mask, dropout, Gluon", "hopper_forward", 2),
-        ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 33),
-        ("D=128 2-D mask, Gluon", "hopper_forward", 30),
-        ("D=256 plain, Gluon 128 64", "hopper_forward", 6),
-        ("D=256 causal, dropout, Gluon 128 64", "hopper_forward", 26),
-        ("D=256 key mask, Gluon 128 64", "hopper_forward", 11),
-        ("D=64 causal, Gluon 192 128, packed", "hopper_forward", 72),
-        ("D=128 plain, dropout, Gluon backward", "hopper_dkdv", 30),
-        ("D=128 causal, dropout, Gluon backward", "hopper_dkdv", 10),
-        ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 21),
-        ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 10),
-        ("D=128 2-D mask, dropout, Gluon backward", "hopper_dkdv", 39),
-        ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 28),
-        ("D=128 plain, Gluon 128 128, persistent", "hopper_forward", 26),
-    ),
-}
-VERSION = ".".join(metadata.version("triton").split(".")[:2])
-KNOWN_LOCAL = LOCAL + LOCAL_OF.get(VERSION, ())
-
-# Kernels that run all exponentials of whole tiles beside a product, and where they do not, by the
-# version: ptxas 13.4 moves those of dQ behind the product.
+# Kernels that run all exponentials of whole tiles beside a product.
 OVERLAPPED = ("hopper_forward", "hopper_dkdv", "hopper_dq")
-APART_OF: dict[str, tuple[tuple[str, str], ...]] = {"3.9": (("D=128 2-D mask, ", "hopper_dq"),)}
-KNOWN_APART = APART_OF.get(VERSION, ())
+
+
+@functools.cache
+def _known_lines() -> list[dict[str, str]]:
+    lines = [line for line in KNOWN.read_text().splitlines() if not line.startswith("#")]
+    return list(csv.DictReader(lines, delimiter="\t"))
+
+
+def known(kind: str, case: str, kernel: str) -> list[float]:
+    """Return what known.tsv allows a kernel of a case on this Triton; 0 if it names no figure."""
+    loops = kind in ("local", "waits", "apart")
+    return [
+        float(line["most"] or 0)
+        for line in _known_lines()
+        if line["kind"] == kind and line["triton"] in ("", TRITON.rpartition(".")[0])
+        if line["case"] in case
+        if (line["kernel"] == kernel if loops else line["kernel"] in kernel)
+    ]
 
 
 @dataclass(frozen=True)
@@ -161,7 +67,6 @@ class Chip:
     warps: int = 64
 
 
-ALONE = ("start", "masks")  # parts that are no loop of products, of kernels in Gluon
 SCHEDULERS = 4  # of a multiprocessor, each of which issues an instruction of a warp in a clock
 CHIPS = {"sm_80": Chip(108, shared=167936), "sm_90": Chip(132), "sm_100": Chip(148)}
 
@@ -170,9 +75,7 @@ CHIPS = {"sm_80": Chip(108, shared=167936), "sm_90": Chip(132), "sm_100": Chip(1
 class Entry:
     """One loop, or other code of a kernel.
 
-    part: see `_parts`; `rest` is what is outside of the loops. Two are of kernels in Gluon alone,
-    of one warp and one program: `masks`, what the warp that sets masked keys and values to zero
-    does for one tile of the kernel with masked keys; and `start`, before the first tile.
+    part: see `_parts`; `rest` is what is outside of the loops.
     """
 
     case: str
@@ -180,11 +83,10 @@ class Entry:
     part: str
     registers: int
     blocks: int  # that a multiprocessor holds at a time
-    issue: float  # issue slots of a scheduler; of `masks` and `start` instructions of a warp
+    issue: float  # issue slots of a scheduler
     exponentials: float  # instructions of a warp
     products: float  # of 128 x 64 x 64 elements
     moved: float  # bytes of global memory, of kernels without products and of few queries
-    barriers: int  # in one iteration
     outstanding: int | None  # groups of copies under way where a loop first waits; None: none
     in_flight: float | None  # KB of loads, see `_in_flight`, where bytes are counted
     # The share of a loop's exponentials that are issued while a wgmma of the same warps is under
@@ -192,7 +94,6 @@ class Entry:
     overlap: float | None = None
     local: float = 0.0  # accesses of a warp to local memory, where spilled registers lie
     hazards: int = 0  # instructions that touch a register of a wgmma under way, see sass.py
-    descriptors: int = 0  # of TMA, that `start` makes
 
 
 def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
@@ -225,12 +126,6 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
             factor = unit / (elements * inner * times)
             product = record["products"][i] * times if record["products"] else 0
             yield _entry(name, kernel, part, record, blocks, loop, product, factor, waits, chip)
-        for part, found in record.get("warps_alone", {}).items():
-            yield Entry(
-                name, kernel, part, record["registers"], blocks, found["issue"], 0.0, 0.0, 0.0,
-                found["barrier"], None, None, local=found["local"],
-                descriptors=found["descriptors"],
-            )  # fmt: skip
         if not attention or not record["products"]:
             rest = {key: n - sum(x[key] for x in loops) for key, n in record["whole"].items()}
             if not loops or record["products"]:
@@ -277,7 +172,6 @@ def _entry(
         exponentials=counts["exponential"] * slots,
         products=product / (TILE * 64) * factor,
         moved=(counts["loaded"] + counts["stored"]) * factor if bound else 0.0,
-        barriers=counts["barrier"],
         outstanding=waits,
         in_flight=_in_flight(record, blocks, counts, chip) if bound else None,
         overlap=counts["beside"] / counts["exponential"] if part != "rest" and counts["wgmma"]
@@ -306,12 +200,10 @@ multiprocessor holds. Issue: slots of a scheduler. Products: of 128 x 64 x 64 el
 without products and of few queries. Copies: groups under way where a loop waits for one; 0: it waits for all. KB:
 of loads that a multiprocessor has under way, in kernels without products and of few queries.
 Overlap: the share of a loop's exponentials beside a wgmma of the same warps. Local: accesses to
-local memory, where spilled registers lie. Of kernels in Gluon, `masks` and `start` are instructions of one warp: of the warp
-that sets masked keys and values to zero, for one tile with masked keys, and of what runs before the first tile, with the
-descriptors that it makes.
+local memory, where spilled registers lie.
 
-| case | kernel | part | registers | blocks | issue | exponentials | products | bytes | barriers | copies | KB | overlap | local | descriptors |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| case | kernel | part | registers | blocks | issue | exponentials | products | bytes | copies | KB | overlap | local |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 
 
@@ -322,55 +214,41 @@ def written(version: str, found: Iterable[Entry]) -> str:
     lines = []
     for e in found:
         figures = (
-            e.registers, e.blocks, e.issue, e.exponentials, e.products, e.moved, e.barriers,
-            e.outstanding, e.in_flight, e.overlap, e.local, e.descriptors,
+            e.registers, e.blocks, e.issue, e.exponentials, e.products, e.moved,
+            e.outstanding, e.in_flight, e.overlap, e.local,
         )  # fmt: skip
         lines.append("| " + " | ".join([e.case, e.kernel, e.part, *map(cell, figures)]) + " |\n")
     return HEADER.format(version=version) + "".join(lines)
 
 
-# The rows of the table in docs/machine_code.md: a name, part of the case's name, and the kernels.
-BESIDE = (
-    ("forward", "sm_90 attention bf16 D={d} causal", ("forward",)),
-    ("forward in Gluon", "sm_90 attention bf16 D={d} causal, Gluon", ("hopper_forward",)),
-    ("forward of {peer}", "sm_90 {peer} bf16 D={d} causal", ("forward",)),
-    ("forward of {flex}", "sm_90 {flex} bf16 D={d} causal", ("flex_attention",)),
-    ("backward", "sm_90 attention bf16 D={d} causal", ("backward_dkdv", "backward_dq")),
-    ("backward of {peer}", "sm_90 {peer} bf16 D={d} causal", ("backward",)),
-    (
-        "the same, deterministic", "sm_90 {peer} bf16 D={d} causal", ("backward_deterministic",)
-    ),
-    (
-        "backward of {flex}", "sm_90 {flex} bf16 D={d} causal",
-        ("flex_backwards, dkdv", "flex_backwards, dq"),
-    ),
-)  # fmt: skip
-BESIDE_HEADER = """\
+# The rows of the first table in docs/machine_code.md: a name, the call, and the kernels.
+LOOPS = (
+    ("forward", "causal", ("forward",)),
+    ("forward in Gluon", "causal, Gluon", ("hopper_forward",)),
+    ("backward", "causal", ("backward_dkdv", "backward_dq")),
+    ("backward in Gluon", "causal, Gluon backward", ("hopper_dkdv", "hopper_dq")),
+)
+LOOPS_HEADER = """\
 | causal, bfloat16, sm_90; D = 64 / 128 | whole tile | edge tile | exponentials beside a wgmma | \
 registers | local |
 |---|---|---|---|---|---|
 """
 
 
-def beside(own: dict[str, list[Entry]], peers: dict[str, list[Entry]]) -> str:
-    """Return the table of attention's loops beside those of other packages, in Markdown."""
-    known = own | peers
-    versions = {
-        name: next(case[len("sm_90 ") : case.index(" bf16")] for case in peers if word in case)
-        for name, word in (("peer", "FlashAttention"), ("flex", "FlexAttention"))
-    }
+def attention_loops(own: dict[str, list[Entry]]) -> str:
+    """Return the table of attention's loops, in Markdown."""
     lines = []
-    for label, case, kernels in BESIDE:
+    for label, call, kernels in LOOPS:
         found = [
-            [e for e in known[case.format(d=d, **versions)] if e.kernel in kernels]
+            [e for e in own[f"sm_90 attention bf16 D={d} {call}"] if e.kernel in kernels]
             for d in (64, 128)
         ]
-        cells = [" / ".join(x) for x in zip(*map(_beside_cells, found))]
-        lines.append("| " + " | ".join([label.format(**versions), *cells]) + " |\n")
-    return BESIDE_HEADER + "".join(lines)
+        cells = [" / ".join(x) for x in zip(*map(_loop_cells, found))]
+        lines.append("| " + " | ".join([label, *cells]) + " |\n")
+    return LOOPS_HEADER + "".join(lines)
 
 
-def _beside_cells(found: list[Entry]) -> list[str]:
+def _loop_cells(found: list[Entry]) -> list[str]:
     """Return the sums over the kernels of a row, where a kernel's one loop is both tiles; the share
     of exponentials in whole tiles; and the most registers and accesses to local memory.
     """
@@ -385,79 +263,10 @@ def _beside_cells(found: list[Entry]) -> list[str]:
     ]  # fmt: skip
 
 
-def warps_alone(own: dict[str, list[Entry]]) -> str:
-    """Return what the kernels in Gluon do beside their loops of products, in Markdown."""
-    lines = [
-        "| kernel, call | D | instructions before the first tile | descriptors | instructions of "
-        "the mask warp for a tile | consumers: issue slots for that tile |",
-        "|---|---|---|---|---|---|",
-    ]
-    for kernel, call in itertools.product(OVERLAPPED, ("plain", "key mask")):
-        form = "Gluon" if kernel == "hopper_forward" else "Gluon backward"
-        rows = []
-        for d in (64, 128):
-            found = own[f"sm_90 attention bf16 D={d} {call}, {form}"]
-            known = {e.part: e for e in found if e.kernel == kernel}
-            start, masks = known["start"], known.get("masks")
-            # Both consumers, at half of the slots each, compute a tile of 128 x 128 or 64 x 128.
-            tile = {"hopper_dkdv": 1}.get(kernel, 2) * known.get("edge", known.get("loop")).issue
-            cells = [start.issue, start.descriptors, masks and masks.issue, masks and tile]
-            rows.append(["-" if x is None else f"{x:.0f}" for x in cells])
-        columns = [" / ".join(cell) for cell in zip(*rows)]
-        lines.append(f"| {kernel}, {call} | 64 / 128 | " + " | ".join(columns) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def of_gluon(version: str) -> Path:
-    """Return the file of what versions.py has compiled of the cases with kernels in Gluon."""
-    return DATA.with_name(f"gluon_{version}.json")
-
-
-def by_version(tables: Iterable[Table]) -> str:
-    """Return the loops of the kernels in Gluon by version of Triton, in Markdown."""
-    tables = sorted(tables, key=lambda table: table.triton)
-    versions = [table.triton for table in tables]
-    found: dict[tuple[str, str], dict[int, dict[str, str]]] = {}  # cells by D and version
-    for table in tables:
-        for case, entries in read(table).items():
-            for kernel, loops in _by_kernel(entries).items():
-                if kernel in OVERLAPPED:
-                    d, call = case.split("D=")[1].split(" ", 1)
-                    cells = found.setdefault((kernel, call.removesuffix(" backward")), {})
-                    cells.setdefault(int(d), {})[table.triton] = _version_cell(loops)
-    lines = [
-        "| kernel | call, row | D | " + " | ".join(versions) + " |",
-        "|---" * (3 + len(versions)) + "|",
-    ]
-    for row in sorted(found, key=lambda row: OVERLAPPED.index(row[0])):
-        dims = sorted(found[row])
-        cells = [" / ".join(found[row][d].get(v, "-") for d in dims) for v in versions]
-        lines.append("| " + " | ".join([*row, " / ".join(map(str, dims)), *cells]) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _version_cell(loops: list[Entry]) -> str:
-    """Return the issue slots of whole tiles; the share of exponentials that run alone there, and
-    the most accesses to local memory in a loop, where they are not 0.
-    """
-    whole = next(e for e in loops if e.part in ("full", "loop"))
-    alone, local = 1 - (whole.overlap or 0.0), max(e.local for e in loops if e.part not in ALONE)
-    remarks = [f"{alone:.0%} alone"] * (alone > 0) + [f"{local:.3g} local"] * (local > 0)
-    return f"{whole.issue:.0f}" + f" ({', '.join(remarks)})" * bool(remarks)
-
-
-def with_tables(page: str) -> str:
-    """Return the text of docs/machine_code.md with the tables of the committed data."""
-    gluon = [Table.read(path) for path in (DATA, *map(of_gluon, GLUON))]
-    page = _with(page, MARKS[0], beside(read(gluon[0]), read(Table.read(PEERS))))
-    page = _with(page, MARKS[1], warps_alone(read(gluon[0])))
-    return _with(page, MARKS[2], by_version(gluon))
-
-
-def _with(page: str, marks: tuple[str, str], table: str) -> str:
-    start, end = marks
-    before, rest = page.split(start)
-    return f"{before}{start}\n{table}{end}{rest.split(end)[1]}"
+def with_table(page: str) -> str:
+    """Return the text of docs/machine_code.md with the table of the committed data."""
+    before, rest = page.split(START)
+    return f"{before}{START}\n{attention_loops(read(Table.read()))}{END}{rest.split(END)[1]}"
 
 
 def rows(found: Iterable[Entry]) -> list[list[Any]]:
@@ -513,7 +322,7 @@ def waits(found: Iterable[Entry]) -> list[str]:
         if e.case.split()[1:3] in (["attention", "bf16"], ["decode", "bf16"])
         if e.part in ("full", "edge", "loop") and e.products
         if not e.outstanding
-        if not any(case in e.case and kernel == e.kernel for case, kernel in KNOWN_WAITS)
+        if not known("waits", e.case, e.kernel)
     ]
 
 
@@ -523,13 +332,12 @@ def misused_registers(found: Iterable[Entry]) -> list[str]:
     """
     problems = []
     for e in found:
-        known = [n for part, kernel, n in KNOWN_LOCAL if part in e.case and kernel == e.kernel]
         loop = f"{e.case}, {e.kernel} {e.part}"
         if e.hazards:
             problems.append(f"{loop}: {e.hazards} instructions touch a wgmma's registers")
-        if e.part not in ("rest", *ALONE) and e.local > max(known, default=0):
+        if e.part != "rest" and e.local > max(known("local", e.case, e.kernel), default=0):
             problems.append(f"{loop}: {e.local:.3g} accesses to local memory")
-        apart = any(part in e.case and kernel == e.kernel for part, kernel in KNOWN_APART)
+        apart = known("apart", e.case, e.kernel)
         if e.kernel in OVERLAPPED and e.part in ("full", "loop") and e.overlap != 1 and not apart:
             problems.append(f"{loop}: {e.overlap:.0%} of its exponentials run beside a product")
     return problems
@@ -540,21 +348,12 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only the cases that contain TEXT"
     )
-    parser.add_argument("--peers", action="store_true", help="kernels of other packages instead")
-    parser.add_argument("--write", action="store_true", help="with --peers: compile them first")
-    parser.add_argument("--docs", action="store_true", help=f"write the tables of {PAGE.name}")
+    parser.add_argument("--docs", action="store_true", help=f"write the table of {PAGE.name}")
     options = parser.parse_args()
     if options.docs:
-        PAGE.write_text(with_tables(PAGE.read_text()))
+        PAGE.write_text(with_table(PAGE.read_text()))
         return
-    if options.write and not options.peers:
-        parser.error("--write is for --peers; python -m benchmarks.proof.compile_gate --mend")
-    if options.write:
-        from benchmarks.proof import cost_peers
-
-        cases = {n: {"costs": rows(entries(n, records))} for n, records in cost_peers.compiled()}
-        Table(metadata.version("triton"), cases).write(PEERS)
-    table = Table.read(PEERS if options.peers else DATA)
+    table = Table.read()
     known = {name: found for name, found in read(table).items() if options.only in name}
     if not known:
         parser.error(f"no case has {options.only!r} in its name")

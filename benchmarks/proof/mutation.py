@@ -9,9 +9,10 @@ other operators, numbers and conditions, at places drawn evenly from fastformer/
 called as a library: its own runner has one test command for all changes, and all tests take minutes
 for each. mutmut does not work here: it changes imported modules, but @triton.jit reads files.
 
-Coverage, measured once, says which tests execute a changed line. Those that `pytest` runs are tried
-first, then those of `pytest --all`; the first failure ends the trial. A bug is "seen" by the
-default tests, "seen with --all", or "unseen". Results are written after each trial.
+Coverage of the tests that `pytest` runs, measured once, says which of them execute a changed line.
+They are tried first; then all cases of their functions, and of the functions of the same files that
+`pytest` leaves out. The first failure ends the trial. A bug is "seen" by the default tests, "seen
+with --all", or "unseen". Results are written after each trial.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -163,45 +164,53 @@ class Checkout:
 
 
 def record_coverage(scratch: Path) -> None:
-    """Write which test executes which line, and the tests that `pytest` runs by default."""
+    """Write which default test executes which line, and all tests."""
     checkout = Checkout(scratch / "coverage")
     COVERAGE.mkdir(parents=True, exist_ok=True)
-    listed = checkout.pytest("--collect-only").stdout
-    tests = [line for line in listed.splitlines() if "::" in line]
+    listed = checkout.pytest("--collect-only", "--all").stdout
     done = checkout.pytest(
-        "--all", "-n", "auto", "--dist", "worksteal",
+        "-n", "auto", "--dist", "worksteal", f"--basetemp={scratch / 'temporary'}",
         "--cov=fastformer", "--cov=kernels", "--cov-context=test", "--cov-report=",
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"the tests fail without any bug:\n{done.stdout[-2000:]}")
     shutil.copy(checkout.folder / ".coverage", COVERAGE / "lines.sqlite")
-    (COVERAGE / "default.txt").write_text("\n".join(tests))
+    (COVERAGE / "all.txt").write_text("\n".join(x for x in listed.splitlines() if "::" in x))
 
 
 class Tests:
-    """The tests that execute a line, those of the default selection apart from the others."""
+    """The tests that execute a line: those that `pytest` runs, and those that --all adds."""
 
     def __init__(self) -> None:
         from coverage import CoverageData
 
         self._data = CoverageData(str(COVERAGE / "lines.sqlite"))
         self._data.read()
-        self._default = {*(COVERAGE / "default.txt").read_text().splitlines()}
+        self._all = (COVERAGE / "all.txt").read_text().splitlines()
+        self._default = {c.partition("|")[0] for c in self._data.measured_contexts() if "::" in c}
+        self._run = {test.partition("[")[0] for test in self._default}
 
     def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Return the default tests and the other tests, one of each function first."""
-        found: set[str] = set()
+        default: set[str] = set()
         for measured in self._data.measured_files():
             if measured.endswith("/" + mutant.file):
                 by_line = self._data.contexts_by_lineno(measured)
                 for line in range(mutant.first, mutant.last + 1):
-                    found |= {c.partition("|")[0] for c in by_line.get(line, ()) if "::" in c}
-        found = {test for test in found if "planted" not in test}  # they change the text themselves
-        default = [test for test in found if test in self._default]
-        return _one_of_each_first(default), _one_of_each_first([*(found - {*default})])
+                    default |= {c.partition("|")[0] for c in by_line.get(line, ()) if "::" in c}
+        default = default or self._default  # the line runs at import: all tests depend on it
+        functions = {test.partition("[")[0] for test in default}
+        files = {test.partition("::")[0] for test in default}
+        more = []
+        for test in {*self._all} - default:
+            function, file = test.partition("[")[0], test.partition("::")[0]
+            if function in functions or (file in files and function not in self._run):
+                more.append(test)
+        return _one_of_each_first(default), _one_of_each_first(more)
 
 
-def _one_of_each_first(tests: list[str]) -> list[str]:
+def _one_of_each_first(tests: Iterable[str]) -> list[str]:
+    tests = [test for test in tests if "planted" not in test]  # they change the text themselves
     seen: dict[str, int] = {}
     order = {}
     for test in sorted(tests):
@@ -229,7 +238,8 @@ def attempt(mutant: Mutant, checkout: Checkout, tests: Tests, limit: float) -> V
             listed = checkout.folder / "chosen.txt"
             listed.write_text("\n".join(chosen))
             try:
-                done = checkout.pytest("-x", f"@{listed}", limit=limit)
+                temporary = f"--basetemp={checkout.folder / 'temporary'}"
+                done = checkout.pytest("-x", temporary, f"@{listed}", limit=limit)
             except subprocess.TimeoutExpired:
                 return Verdict(mutant.name, verdict, f"no end within {limit:.0f} s")
             if done.returncode:

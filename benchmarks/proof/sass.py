@@ -24,7 +24,7 @@ _LABEL = re.compile(r"^\s*(\.L\w+):")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 
 # Instructions that are counted by the first word of their names.
-UNITS = {"tensor": "HGMMA HMMA UTCHMMA", "barrier": "BAR", "local": "LDL STL"}
+UNITS = {"tensor": "HGMMA HMMA UTCHMMA", "local": "LDL STL"}
 _UNIT_OF = {name: unit for unit, names in UNITS.items() for name in names.split()}
 
 _COPIES = {"LDGSTS": "loaded", "LDG": "loaded", "STG": "stored"}
@@ -135,29 +135,6 @@ def together(loops: list[list[Instruction]], warps: int) -> dict[str, Any]:
     return {
         unit: sum(c[unit] for c in counts) * (1 if unit in of_a_block else 4 / warps)
         for unit in counts[0]
-    }
-
-
-def warps_alone(code: Code) -> dict[str, dict[str, int]]:
-    """Count what one warp of a kernel with specialised warps does.
-
-    start   before the groups of warps part, with the descriptors that it makes one after the other
-    masks   for a tile with masked keys, in the kernels that have a warp which sums up
-            which keys are masked and neither multiplies nor copies; all branches taken
-    """
-    names = [i.name for i in code.instructions]
-    made = [n for n, name in enumerate(names) if name.startswith("UTMACCTL")]
-    asked = [n for n, name in enumerate(names) if name.startswith("USETMAXREG")]
-    first = max(n for n in asked if n < made[0])
-    parts = {"start": code.instructions[first : min(n for n in asked if n > made[-1])]}
-    for a, b in code.loops():
-        words = {name.split(".")[0] for name in names[a : b + 1]}
-        if words >= {"STS", "SHFL"} and not words & {"HGMMA", "UTMALDG"}:
-            parts["masks"] = code.instructions[a : b + 1]
-    descriptors = dict.fromkeys(parts, 0) | {"start": len(made)}
-    return {
-        part: {**{u: count(found, 1)[u] for u in ("issue", "barrier", "local")}, "descriptors": n}
-        for (part, found), n in zip(parts.items(), descriptors.values())
     }
 
 

@@ -4,10 +4,6 @@
     python -m benchmarks.proof.versions --gate 3.8.0       the gate alone, on another version
     python -m benchmarks.proof.versions --gate --only rotary
                                                            only its cases whose name matches
-    python -m benchmarks.proof.versions --gluon            only its cases with kernels in Gluon, on
-                                                           3.6.0 and 3.9.0 (half an hour): writes
-                                                           them to benchmarks/results, and cost.py
-                                                           --docs a table of them
 
 Each version is installed into a folder of its own under .cache/ and put in front of the others.
 """
@@ -21,7 +17,6 @@ import sys
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.proof.cost import GLUON, of_gluon
 
 VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
 TESTS = "attention padding dropout layer_norm feed_forward embedding cross_entropy decode_attention"
@@ -61,14 +56,11 @@ def main() -> None:
     parser.add_argument("versions", nargs="*")
     parser.add_argument("--gate", action="store_true", help="the compile gate alone")
     parser.add_argument("--only", default="", metavar="REGEX", help="the gate's cases that match")
-    parser.add_argument("--gluon", action="store_true", help="write the data of kernels in Gluon")
     options = parser.parse_args()
     print("| triton | kernel tests | compile gate |\n|---|---|---|")
-    for version in options.versions or (GLUON if options.gluon else VERSIONS):
-        alone = options.gate or options.gluon
-        tests = "-" if alone else last_line(PYTEST, version, "tests")
-        out = ["--only", "Gluon", "--gluon", str(of_gluon(version))] if options.gluon else []
-        gate = last_line([*GATE, "--only", options.only, *out], version, "gate")
+    for version in options.versions or VERSIONS:
+        tests = "-" if options.gate else last_line(PYTEST, version, "tests")
+        gate = last_line([*GATE, "--only", options.only], version, "gate")
         print(f"| {version} | {tests} | {gate} |", flush=True)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.cache.paged import PagedKVCache, require_page_size
-from fastformer.checks import require_size, require_tensor, shape_of
+from fastformer.checks import require_size, require_tensor, wrong_shape
 
 
 class LayerCache:
@@ -37,7 +37,7 @@ class LayerCache:
             for name, x in (("key", key), ("value", value)):
                 require_tensor(name, x)
                 if x.dim() != 4:
-                    raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, G, n, D]")
+                    raise wrong_shape(name, x, "[B, G, n, D]")
             own = self._made(key, value.shape[3])
         own.append(key, value)
         self.own = own

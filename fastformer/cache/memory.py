@@ -31,8 +31,11 @@ class MemoryCache(AttendedCache):
                 "memory requires a gradient, or its projection does, and a cache keeps none; "
                 "expected a call within torch.no_grad()"
             )
-        buffers = zip((self.key, self.value), (key, value))
-        if not all(x is not None and _alike(x, new) for x, new in buffers):
+        fits = all(
+            x is not None and (x.shape, x.dtype, x.device) == (new.shape, new.dtype, new.device)
+            for x, new in zip((self.key, self.value), (key, value))
+        )
+        if not fits:
             with torch.inference_mode(False):
                 self.key, self.value = (
                     torch.empty_like(x, memory_format=torch.contiguous_format) for x in (key, value)
@@ -76,7 +79,3 @@ class MemoryCache(AttendedCache):
     def reset(self) -> None:
         """Forget the memory; the next step projects a new one."""
         self.filled, self.longest, self._memory = False, 0, None
-
-
-def _alike(x: Tensor, y: Tensor) -> bool:
-    return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)

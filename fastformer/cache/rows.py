@@ -187,9 +187,8 @@ class SelfAttentionCache(AttendedCache):
             n = key.shape[2] if key.dim() == 4 else 0
             if x.shape != (batch, heads, n, dim):
                 given = "n" if name == "key" else n
-                raise ValueError(
-                    f"{name} has shape {checks.shape_of(x)}; "
-                    f"expected that of the cache, [{batch}, {heads}, {given}, {dim}]"
+                raise checks.wrong_shape(
+                    name, x, f"that of the cache, [{batch}, {heads}, {given}, {dim}]"
                 )
             if x.dtype != buffer.dtype:
                 raise TypeError(
@@ -255,31 +254,19 @@ def make_buffers(
 
 def require_rows(index: Tensor, lengths: Tensor) -> Tensor:
     """Require indices [B'] of rows of the cache, and return them as int64."""
-    checks.require_tensor("index", index, "an integer tensor")
-    if index.dtype not in checks.INTEGERS:
-        raise TypeError(f"index has dtype {index.dtype}; expected integers")
+    checks.require_integers("index", index)
     if index.dim() != 1 or not len(index):
-        raise ValueError(f"index has shape {checks.shape_of(index)}; expected [rows], at least one")
-    _require_values("index", index, lengths, "rows of the cache, 0 to", len(lengths) - 1)
+        raise checks.wrong_shape("index", index, "[rows], at least one")
+    last = len(lengths) - 1
+    checks.require_device("index", index, "the cache", lengths)
+    checks.require_values("index", index, last, f"rows of the cache, 0 to {last}")
     return index.long()
 
 
 def _require_lengths(length: Tensor, lengths: Tensor, capacity: int) -> None:
-    checks.require_tensor("length", length)
-    if length.dtype not in checks.INTEGERS:
-        raise TypeError(f"length has dtype {length.dtype}; expected integers")
+    checks.require_integers("length", length)
     if length.shape != lengths.shape:
-        raise ValueError(
-            f"length has shape {checks.shape_of(length)}; expected [B] = [{len(lengths)}]"
-        )
-    _require_values("length", length, lengths, "0 to the capacity of the cache,", capacity)
-
-
-def _require_values(name: str, x: Tensor, lengths: Tensor, expected: str, last: int) -> None:
-    """Require the device of the cache and, where they may be read, values from 0 to `last`."""
-    checks.require_device(name, x, "the cache", lengths)
-    if may_read(x):
-        low, high = map(int, x.aminmax())
-        if low < 0 or high > last:
-            wrong = low if low < 0 else high
-            raise ValueError(f"{name} holds {wrong}; expected {expected} {last}")
+        raise checks.wrong_shape("length", length, f"[B] = [{len(lengths)}]")
+    checks.require_device("length", length, "the cache", lengths)
+    expected = f"0 to the capacity of the cache, {capacity}"
+    checks.require_values("length", length, capacity, expected)

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import (
-    require_int,
-    require_number,
-    require_positive,
-    require_probability,
-    require_size,
-)
 from fastformer.decoding.steps import Steps, Symbols, make_steps, put_tokens
-
-__all__ = ["Hypotheses", "beam_search", "greedy_decode", "sample", "stream_tokens"]
 
 WAIT_EVERY = 16  # on a GPU, steps between two checks for the end, each of which waits
 
@@ -277,10 +269,10 @@ def beam_search(
     Source: Wu et al. 2016, "Google's Neural Machine Translation System", section 7, equation 14,
     without its coverage penalty.
     """
-    require_size(num_beams=num_beams, n_best=n_best)
+    checks.require_size(num_beams=num_beams, n_best=n_best)
     if n_best > num_beams:
         raise ValueError(f"n_best is {n_best}; expected at most num_beams, {num_beams}")
-    length_penalty = require_number("length_penalty", length_penalty)
+    length_penalty = checks.require_number("length_penalty", length_penalty)
     if not 0 <= length_penalty <= 32:  # above, the penalty of a long sequence overflows
         raise ValueError(f"length_penalty is {length_penalty}; expected a number from 0 to 32")
     penalty = _Penalty(repetition_penalty)
@@ -289,28 +281,7 @@ def beam_search(
     return _searched(_BeamSearch(make_steps(*given), *options)).result()
 
 
-class _Search(Protocol):
-    """A search: it chooses tokens from the log-probabilities of each step."""
-
-    steps: Steps
-
-    def begin(self) -> Tensor:
-        """Return the log-probabilities [R, V] after the prompts."""
-
-    def take(self, scores: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-        """Choose the i-th new tokens, [R], and return them with the rows that they continue, [R].
-
-        The rows are None if each token continues its own row.
-        """
-
-    def ended(self) -> Tensor | None:
-        """Return a device boolean that is True when the search is complete.
-
-        Return None if the search cannot end early.
-        """
-
-
-Searching = TypeVar("Searching", bound=_Search)
+Searching = TypeVar("Searching", bound="_RowSearch | _BeamSearch")
 
 
 def _searched(search: Searching) -> Searching:
@@ -321,7 +292,7 @@ def _searched(search: Searching) -> Searching:
 
 
 @torch.no_grad()
-def _stepwise(search: _Search) -> Iterator[Tensor]:
+def _stepwise(search: _RowSearch | _BeamSearch) -> Iterator[Tensor]:
     """Run the search, and yield the tokens [R] of each step."""
     steps = search.steps
     if not steps.new or not len(steps.prompt):
@@ -355,9 +326,13 @@ class _RowSearch:
         self._done = torch.zeros(len(self.tokens), dtype=torch.bool, device=self.tokens.device)
 
     def begin(self) -> Tensor:
+        """Return the log-probabilities [R, V] after the prompts."""
         return self.steps.first()
 
     def take(self, scores: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
+        """Choose the i-th new tokens, [R], and return them with the rows that they continue, [R];
+        with None if each continues its own row.
+        """
         chosen = self._choose(self._penalty.lowered(scores, self.steps)).to(self.tokens.dtype)
         self._penalty.add(chosen)
         ended = self.steps.ended(chosen)
@@ -368,6 +343,7 @@ class _RowSearch:
         return chosen, None
 
     def ended(self) -> Tensor | None:
+        """Return a device boolean, True at the end of the search; None if it cannot end early."""
         return None if self.steps.end is None else self._done.all()
 
 
@@ -379,8 +355,17 @@ def _draws(
     seed: int | None,
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that draws tokens [B] from log-probabilities [B, V]."""
-    _require_draws(temperature, top_k, top_p, min_p, seed)
-    temperature = float(temperature)  # an int past 64 bits divides no tensor
+    temperature = checks.require_positive("temperature", temperature)
+    if top_k is not None:
+        checks.require_size(top_k=top_k)
+    if top_p is not None:
+        top_p = checks.require_number("top_p", top_p, "a number in (0, 1], or None")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p}; expected a number in (0, 1]")
+    if min_p is not None:
+        min_p = checks.require_probability("min_p", min_p)
+    if seed is not None:
+        checks.require_int("seed", seed)
     generator = None
 
     def draw(scores: Tensor) -> Tensor:
@@ -407,26 +392,6 @@ def _draws(
     return draw
 
 
-def _require_draws(
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | None,
-) -> None:
-    require_positive("temperature", temperature)
-    if top_k is not None:
-        require_size(top_k=top_k)
-    if top_p is not None:
-        top_p = require_number("top_p", top_p, "a number in (0, 1], or None")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p is {top_p}; expected a number in (0, 1]")
-    if min_p is not None:
-        require_probability("min_p", min_p)
-    if seed is not None:
-        require_int("seed", seed)
-
-
 def _likeliest(scores: Tensor) -> Tensor:
     return scores.argmax(-1)
 
@@ -435,7 +400,7 @@ class _Penalty:
     """The repetition penalty: it lowers the scores of the tokens that a row already has."""
 
     def __init__(self, factor: float) -> None:
-        self._factor = require_positive("repetition_penalty", factor)
+        self._factor = checks.require_positive("repetition_penalty", factor)
         self._seen: Tensor | None = None  # [R, V], the tokens of each row
 
     def lowered(self, scores: Tensor, steps: Steps) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
+from fastformer.cuda_graphs import captured
 from fastformer.dispatch.backends import current_backend
 from fastformer.eager import may_read
 from fastformer.nn.embeddings import Embeddings, PositionalEncoding, RotaryEmbedding
@@ -143,7 +144,8 @@ class _CachedSteps(Steps):
                 warnings.warn(f"the steps run without a CUDA graph: {error}", stacklevel=2)
                 return None
             self.cache.graph = graph
-        graph.take_mask(self.src_mask)
+        if graph.mask is not None and self.src_mask is not None:
+            graph.mask.copy_(self.src_mask)  # of the shape of the captured one
         return graph
 
     def _one(self, tokens: Tensor) -> Tensor:
@@ -185,8 +187,8 @@ class _StepGraph:
     def __init__(self, key: tuple[object, ...], steps: _CachedSteps, tokens: Tensor) -> None:
         self.key, self.cache = key, steps.cache
         self._tokens = tokens.clone()
-        self._mask = None if steps.src_mask is None else steps.src_mask.clone()
-        given, steps.src_mask = steps.src_mask, self._mask
+        self.mask = None if steps.src_mask is None else steps.src_mask.clone()
+        given, steps.src_mask = steps.src_mask, self.mask
         try:
             with self.cache.advanced(1):
                 self._try(steps)
@@ -206,11 +208,6 @@ class _StepGraph:
         finally:
             for x, old in zip(lengths, before):
                 x.copy_(old)
-
-    def take_mask(self, src_mask: Tensor | None) -> None:
-        """Use this mask from now on; it has the shape of the captured one."""
-        if self._mask is not None and src_mask is not None:
-            self._mask.copy_(src_mask)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Return the log-probabilities [R, V] after one more token of each row, [R]."""
@@ -236,32 +233,6 @@ def captures(model: nn.Module, tokens: Tensor) -> bool:
         if not known or not is_unmodified(module) or getattr(module, "keep_attention", False):
             return False
     return True
-
-
-def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Capture what the function launches in a CUDA graph; return its replay and its output.
-
-    Other threads may use the GPU meanwhile. After a failure the process is as it was before: torch
-    leaves its capture stream as the current one, and its random generator in the state of a
-    capture, which ends with the next capture that succeeds.
-    """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = function()
-    except BaseException:
-        torch.cuda.set_stream(stream)
-        graph.reset()
-        _failed.append(graph)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-                pass
-        raise
-    return graph.replay, out
-
-
-_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator keeps a pointer to each of them
 
 
 def without_waiting(function: Callable[[], Tensor]) -> None:
@@ -333,7 +304,21 @@ def make_steps(
     vocabulary = _vocabulary(model)
     _require_symbols(vocabulary, start_symbol=start_symbol, pad_symbol=pad_symbol)
     ends = _end_symbols(vocabulary, end_symbol)
-    steps = _steps(cache, model, src, src_mask, max_len, start_symbol)
+    given, takes = (model, src, src_mask, max_len, start_symbol), _takes_cache(model)
+    steps: Steps
+    if isinstance(cache, DecoderCache):
+        if not takes:
+            raise ValueError("cache is a DecoderCache, and a module of the model takes none")
+        if cache.capacity < max_len - 1:
+            raise ValueError(
+                f"cache has a capacity of {cache.capacity}; expected max_len - 1 = {max_len - 1}"
+            )
+        cache.reset(src.shape[0] or None)  # an empty batch takes no step: keep the buffers
+        steps = _CachedSteps(cache, *given)
+    elif checks.require_flag("cache", cache) and takes:
+        steps = _CachedSteps(DecoderCache(max(1, max_len - 1)), *given)
+    else:
+        steps = _RecomputedSteps(*given)
     pad = ends[0] if ends and pad_symbol is None else pad_symbol
     if pad is None and isinstance(steps.lengths, Tensor):
         raise ValueError(
@@ -343,31 +328,6 @@ def make_steps(
     steps.end = torch.tensor(ends, device=src.device) if ends else None
     steps.pad = 0 if pad is None else pad
     return steps
-
-
-def _steps(
-    cache: bool | DecoderCache,
-    model: nn.Module,
-    src: Tensor,
-    src_mask: Tensor | None,
-    max_len: int,
-    start_symbol: int | None,
-) -> Steps:
-    """Return steps with a cache, if the model takes one and the caller wants it."""
-    arguments = model, src, src_mask, max_len, start_symbol
-    takes = _takes_cache(model)
-    if not isinstance(cache, DecoderCache):
-        if not (checks.require_flag("cache", cache) and takes):
-            return _RecomputedSteps(*arguments)
-        return _CachedSteps(DecoderCache(max(1, max_len - 1)), *arguments)
-    if not takes:
-        raise ValueError("cache is a DecoderCache, and a module of the model takes none")
-    if cache.capacity < max_len - 1:
-        raise ValueError(
-            f"cache has a capacity of {cache.capacity}; expected max_len - 1 = {max_len - 1}"
-        )
-    cache.reset(src.shape[0] or None)  # an empty batch takes no step: keep the buffers
-    return _CachedSteps(cache, *arguments)
 
 
 def _require_model(model: Any, start_symbol: int | None) -> None:

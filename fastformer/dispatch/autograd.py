@@ -31,7 +31,7 @@ input carries a forward-mode tangent, the reference computes the call.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,15 +40,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention, pack, unpack
-from fastformer.dispatch.operation import OPERATIONS, Alternative
+from fastformer.dispatch.operation import Operation
 from fastformer.eager import use_formula
 
 
 class _Pair:
     """What the schemas of an op and its backward define."""
 
-    def __init__(self, op: str) -> None:
-        self.op = op
+    def __init__(self, op: str, record: Operation) -> None:
+        self.op, self.record = op, record
         self.forward = getattr(torch.ops.fastformer, op).default
         self.arguments = [a.name for a in self.forward._schema.arguments]
         self.extra = self.arguments.pop() if self.arguments[-1] in ("needs", "ahead") else ""
@@ -77,7 +77,7 @@ class _Pair:
         self.optional = [isinstance(a.type, torch._C.OptionalType) for a in incoming]
         # The source of each argument of the backward between the incoming gradients and `needs`.
         sources = wanted[self.n_outputs : -1]
-        self.unsaved = OPERATIONS[op].unsaved
+        self.unsaved = self.record.unsaved
         self.from_arguments = [self.arguments.index(n) for n in sources if n in self.arguments]
         self.from_outputs = [outputs.index(n) for n in sources if n not in self.arguments]
         expected = [self.arguments[i] for i in self.from_arguments]
@@ -96,10 +96,15 @@ def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 _pairs: dict[str, _Pair] = {}
 
 
-def pair(op: str, alternatives: Mapping[str, Alternative]) -> None:
-    """Read the schemas of a registered op, and add a pair for each of its alternatives."""
-    _pairs[op] = _Pair(op)
-    for name, alternative in alternatives.items():
+def pair(op: str, record: Operation) -> None:
+    """Read the schemas of a registered op and of its joint form, and add a pair for each of its
+    alternatives.
+    """
+    _pairs[op] = _Pair(op, record)
+    if record.joint is not None:
+        joint = record._replace(reference=record.joint)
+        _pairs["joint_" + op] = _Pair("joint_" + op, joint)
+    for name, alternative in record.alternatives.items():
         other = copy.copy(_pairs[op])
         other.forward, other.backward = alternative.forward, alternative.backward or other.backward
         _pairs[_named(op, name)] = other
@@ -183,7 +188,7 @@ def _through_reference(
     pair: _Pair, saved: list[Any], incoming: list[Tensor | None], needs: list[bool]
 ) -> list[Tensor | None]:
     """Return the gradients as a differentiable function of what is saved, by the reference."""
-    backward = OPERATIONS[pair.op].reference_backward
+    backward = pair.record.reference_backward
     if backward is not None:
         named = zip(pair.wanted, [*incoming, *saved, needs], strict=True)
         return list(backward(**dict(named)))
@@ -201,7 +206,7 @@ def _through_reference(
     if pair.fields:
         arguments["attention"] = unpack([arguments.pop(name) for name in pair.fields])
     with use_formula():
-        outputs = _as_tuple(OPERATIONS[pair.op].reference(**arguments))
+        outputs = _as_tuple(pair.record.reference(**arguments))
     wanted = [x for x in inputs if x is not None]
     given = [grad for grad in incoming if grad is not None]
     results = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True))
@@ -243,7 +248,7 @@ def apply(op: str, arguments: dict[str, Any], alternative: str = "") -> Any:
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and forward_ad._current_level >= 0 and _has_tangent(values):
         with use_formula():
-            return OPERATIONS[op].reference(**arguments)
+            return pair.record.reference(**arguments)
     if is_compiling:  # dynamo refuses one tensor in two places: attention(x, x, x)
         for i, x in enumerate(values):
             if isinstance(x, Tensor) and any(x is y for y in values[:i]):

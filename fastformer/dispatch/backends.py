@@ -19,7 +19,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -170,16 +170,17 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
     """
     if op not in OPERATIONS:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(sorted(OPERATIONS))}")
-    return _described(*_explained(op, *args, **kwargs))
+    return _described(*planned(op, *args, **kwargs))
 
 
 def checked(op: str, **arguments: Any) -> Arguments:
     """Return the arguments of `run` that a public function makes of its own, without running it."""
     with use_backend("reference"):
-        return _explained(op, **arguments)[1]
+        return planned(op, **arguments)[1]
 
 
-def _explained(op: str, *args: Any, **kwargs: Any) -> tuple[Choice, Arguments]:
+def planned(op: str, *args: Any, **kwargs: Any) -> tuple[Choice, Arguments]:
+    """Return the backend of a call and the arguments of `run`, without running it."""
     explained: list[tuple[Choice, Arguments]] = []
     _state.explained = explained
     try:
@@ -194,8 +195,8 @@ def _import(op: str) -> bool:
     if op not in _kernels:
         record = OPERATIONS[op]
         module = importlib.import_module("fastformer.kernels." + record.kernel)
-        autograd.pair(op, record.alternatives)
-        setattr(importlib.import_module(_TUNED), "source", measurements.choices)  # noqa: B010
+        autograd.pair(op, record)
+        setattr(tuned(), "source", measurements.choices)  # noqa: B010
         _kernels[op] = module  # last: another thread may read it from now on
     return True
 
@@ -279,29 +280,9 @@ def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
     return _alternatives[key]
 
 
-def forced(op: str, options: Mapping[str, Any]) -> Any:
-    """Return a context in which the kernels of an op use these options, by the name of the kernel.
-    It yields the list of the `TuningKey`s that are looked up within: see kernels/tuned.py.
-    """
-    _import(op)
-    return sys.modules[_TUNED].forced(options)
-
-
-def label(option: Any) -> str:
-    """Return the name of an option in a file of measurements."""
-    return sys.modules[_TUNED].label(option)
-
-
-def fenced() -> Any:
-    """Return a context in which tensors have NaN around them: see kernels/tuned.py."""
-    return importlib.import_module(_TUNED).fenced()
-
-
-def has_changed(name: str) -> bool:
-    """Return whether the kernel of an option has changed since it was measured under this name."""
-    if not measurements.is_gluon(name) or not _HAS_TRITON:
-        return False
-    return importlib.import_module(_TUNED).has_changed(name)
+def tuned() -> ModuleType:
+    """Return the module kernels/tuned.py. The first call imports triton."""
+    return importlib.import_module(_TUNED)
 
 
 MOST_ALTERNATIVES = 4096
@@ -433,6 +414,29 @@ def run(op: str, **arguments: Any) -> Any:
             _log_once(choice)
         return OPERATIONS[op].reference(**arguments)
     return autograd.apply(op, arguments, "" if choice.backend == "triton" else choice.backend)
+
+
+def may_join(x: torch.Tensor, *others: Any) -> bool:
+    """Return whether `run_joint` may compute a call of parts of x and of others: with a gradient,
+    by kernels, and not sharded.
+    """
+    differentiated = torch.is_grad_enabled() and x.requires_grad
+    if not differentiated or not prefers_kernels(x) or is_sharded(x):
+        return False
+    return _DTENSOR not in sys.modules or not any(map(is_dtensor, others))
+
+
+def run_joint(op: str, plans: Sequence[tuple[Choice, Arguments]], arguments: Arguments) -> Any:
+    """Run `joint_<op>`, which computes the calls of `plans`. All of them have chosen the kernels,
+    and they are reported as `run` reports them.
+    """
+    if _autocasts():
+        with torch.autocast(next(iter(arguments.values())).device.type, enabled=False):
+            return run_joint(op, plans, arguments)
+    if _state.on_choice is not None:
+        for choice, given in plans:
+            _report_call(choice, given)
+    return autograd.apply("joint_" + op, arguments)
 
 
 def _attention_arguments(inputs: Sequence[torch.Tensor], attention: Attention) -> dict[str, Any]:

@@ -82,15 +82,15 @@ def class_of(op: str, arguments: Arguments) -> str | None:
     if dtype == torch.float64 or not all(x.numel() for x in tensors):
         return None
     dims = OPERATIONS[op].sharding.dims(fields)
-    words = [str(dtype).removeprefix("torch.")]
+    parts = [str(dtype).removeprefix("torch.")]
     for name, x in fields.items():
         if name in _LEFT_OUT:
             continue
         if isinstance(x, Tensor):
-            words.append(f"{name}={_layout(x, dims.get(name, ''), dtype)}")
+            parts.append(f"{name}={_layout(x, dims.get(name, ''), dtype)}")
         elif x:
-            words.append(name if isinstance(x, (bool, float)) else f"{name}={_rounded(x)}")
-    return " ".join(words + ["backward"] * differentiated(arguments))
+            parts.append(name if isinstance(x, (bool, float)) else f"{name}={_rounded(x)}")
+    return " ".join(parts + ["backward"] * differentiated(arguments))
 
 
 def _rounded(x: Any) -> str:
@@ -163,11 +163,6 @@ def cut(op: str, arguments: Arguments, queries: int, keys: int) -> Arguments:
         return x.clamp(max=keys) if name == "key_lengths" else leaf(name, x)
 
     return changed(arguments, smaller)
-
-
-def kinds() -> set[str]:
-    """Return the names of all decisions by measurement: those in `tuned`, and which op runs."""
-    return {*OPERATIONS}.union(*(operation.tuned for operation in OPERATIONS.values()))
 
 
 def is_gluon(name: str) -> bool:
@@ -305,7 +300,7 @@ def measurements(device: torch.device) -> Entries:
 
 
 def _usable(device: torch.device) -> dict[Class, Entry]:
-    """Return the measurements of this machine; log why there are none, or that some are unknown."""
+    """Return the measurements of this machine; log why there are none."""
     file = path()
     if file is None or not (os.environ.get("FASTFORMER_TUNING") or os.path.isfile(file)):
         return {}
@@ -313,14 +308,10 @@ def _usable(device: torch.device) -> dict[Class, Entry]:
     if here is None:
         return {}
     try:
-        found = read(file, here)
+        return read(file, here)
     except Unusable as error:
         _log.warning("the measurements in %s are ignored: %s", file, error)
         return {}
-    unknown = sorted({kind for kind, _ in found} - kinds())
-    if unknown:
-        _log.warning("in %s the unknown %s are ignored", file, ", ".join(map(repr, unknown)))
-    return {key: entry for key, entry in found.items() if key[0] not in unknown}
 
 
 def choices(device: torch.device) -> Mapping[Class, str]:

@@ -58,8 +58,6 @@ class Operation(NamedTuple):
     sharding: how the op is sharded over a mesh.
     without_kernel: arguments that no kernel takes. A call has them only where they are given, and
         then runs on the reference.
-    tuned: the decisions, by their names in `tuned.choose`, that a measurement makes for the kernels
-        of the op. It also decides whether a kernel or an alternative runs.
     alternatives: the ops of torch that may replace the kernels, by the name that `explain` prints.
     signature: a function of the arguments of a call that returns what the choice of an alternative
         depends on, or None if no alternative computes the call.
@@ -69,6 +67,7 @@ class Operation(NamedTuple):
         names of those that the backward of this call does not read, and takes as None.
     block: `backends.attention_block` by the reference.
     block_gradients: `backends.attention_gradients` by the reference.
+    joint: the reference of the registered op `joint_<op>`, which `backends.run_joint` runs.
     """
 
     kernel: str
@@ -76,13 +75,13 @@ class Operation(NamedTuple):
     reference: Function
     sharding: ShardingRule
     without_kernel: tuple[str, ...] = ()
-    tuned: tuple[str, ...] = ()
     alternatives: Mapping[str, Alternative] = {}
     signature: Callable[[Arguments], Hashable | None] = lambda arguments: None
     reference_backward: Function | None = None
     unsaved: Callable[[Arguments], tuple[str, ...]] | None = None
     block: Function | None = None
     block_gradients: Function | None = None
+    joint: Function | None = None
 
 
 OPERATIONS: dict[str, Operation] = {}  # by the name of the public function

@@ -30,6 +30,7 @@ from torch import Tensor
 from fastformer import checks
 from fastformer.description import OPTIONS, Attention, Shard, beyond_torch
 from fastformer.dispatch import backends
+from fastformer.distributed.parallelize import require_process_group
 
 METHODS = ("auto", "all-to-all", "ring")
 
@@ -99,10 +100,7 @@ class context_parallel:
     def __init__(
         self, mesh: Any, *, balanced: bool = True, method: str = "auto", shard: Shard | None = None
     ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "there is no process group; call torch.distributed.init_process_group first"
-            )
+        require_process_group()
         if getattr(mesh, "ndim", None) != 1:
             raise ValueError(f"mesh is {mesh!r}; expected a DeviceMesh of one dimension")
         self.group = mesh.get_group()

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from fastformer._version import __version__
+from fastformer.checks import require_instance
 from fastformer.dispatch.backends import sequences_from as sequences_from
 from fastformer.drop_in.replacements.base import Accelerated
 from fastformer.nn.attention import MultiHeadedAttention
@@ -81,12 +82,11 @@ def parallelize(
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3; the residual stream: Korthikanti et al.
     2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")
-    _require_process_group()
+    require_instance("model", model, nn.Module, "an nn.Module")
+    require_process_group()
     _require_mesh(mesh)
-    if plan is not None and not isinstance(plan, Mapping):
-        raise TypeError(f"plan is a {type(plan).__name__}; expected styles by the name of a module")
+    if plan is not None:
+        require_instance("plan", plan, Mapping, "styles by the name of a module")
     if check:
         require_same_ranks(model, mesh.get_group())
     from torch.distributed.tensor.parallel import parallelize_module
@@ -175,7 +175,7 @@ def _require_divisible(name: str, size: int, by: int, devices: int | None = None
         )
 
 
-def _require_process_group() -> None:
+def require_process_group() -> None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise RuntimeError(
             "there is no process group; expected torch.distributed.init_process_group() before, in "
@@ -186,8 +186,7 @@ def _require_process_group() -> None:
 def _require_mesh(mesh: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh")
+    require_instance("mesh", mesh, DeviceMesh, "a DeviceMesh")
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ("unnamed",) * mesh.ndim
         raise ValueError(
@@ -209,7 +208,7 @@ def require_same_ranks(model: nn.Module | None = None, group: Any = None, **more
         ValueError: two ranks differ; the message names them and the value.
         RuntimeError: there is no process group.
     """
-    _require_process_group()
+    require_process_group()
     own: dict[str, Any] = {
         "fastformer": __version__,
         "torch": torch.__version__,

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules import module as _hooks
 from torch.overrides import TorchFunctionMode
 
+from fastformer.checks import require_instance
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.base import Accelerated, running
@@ -42,9 +43,7 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     Errors of the call itself propagate.
     """
     if not isinstance(target, nn.Module):
-        if not isinstance(target, str):
-            kind = type(target).__name__
-            raise TypeError(f"target is a {kind}; expected the name of an op, or an nn.Module")
+        require_instance("target", target, str, "the name of an op, or an nn.Module")
         return backends.explain(target, *args, **kwargs)
     model = getattr(target, "_orig_mod", target)
     recorder = _Recorder(model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fastformer.checks import require_flag
+from fastformer.checks import require_flag, require_instance
 from fastformer.drop_in.explanation import name_pattern
 from fastformer.drop_in.replacements import KINDS, RECOGNIZED
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
@@ -152,7 +152,7 @@ def restore(model: nn.Module) -> None:
         ValueError: the class of a module was changed again after `accelerate`, for example by
             torch.nn.utils.parametrize. Then no module is restored.
     """
-    _require_module(model)
+    require_instance("model", model, nn.Module, "an nn.Module")
     modules = []
     for name, module in model.named_modules():
         if isinstance(module, Accelerated):
@@ -214,13 +214,8 @@ class Report:
         return "\n".join(lines)
 
 
-def _require_module(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")
-
-
 def _require_model(model: nn.Module) -> None:
-    _require_module(model)
+    require_instance("model", model, nn.Module, "an nn.Module")
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta:
             raise ValueError(

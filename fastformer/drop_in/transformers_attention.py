@@ -91,13 +91,13 @@ def register_transformers() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
-        told = (
+        what = (
             "which is not installed: python -m pip install 'transformers>=5.17', or, in a checkout "
             "of fastformer, python -m pip install -c constraints.txt '.[hf]'"
             if absent
             else f"5.17 or newer, and its import fails: {error}"
         )
-        raise ImportError(f"register_transformers needs transformers, {told}") from error
+        raise ImportError(f"register_transformers needs transformers, {what}") from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     check = PreTrainedModel.get_correct_attn_implementation
@@ -229,9 +229,19 @@ def attention(
     if isinstance(attention_mask, Mask) and attention_mask.sequences is not None:
         if position_bias is None and not output_attentions:
             _require_known(module, kwargs, complete=True)
-            sequences, sides = attention_mask.sequences, (attention_mask.left, attention_mask.right)
+            sides = attention_mask.left, attention_mask.right
+            causal = sides == (None, 0)
+            offsets, longest = attention_mask.sequences
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            out = _packed(q, k, v, sequences, sides, dropout, scaling, softcap, s_aux)
+            out = functional.packed_attention(
+                *(q, k, v, offsets, offsets, longest, longest),
+                dropout_p=dropout,
+                is_causal=causal,
+                scale=scaling,
+                window=None if causal else sides,
+                softcap=softcap,
+                sinks=s_aux,
+            )
             return out.unsqueeze(0), None
         attention_mask = attention_mask.complete()
     visible, bias, (left, right) = _read_mask(attention_mask, bool(is_causal), q_length, k_length)
@@ -242,11 +252,17 @@ def attention(
     if right == 0 and q_length == 1:  # causality lets the last query see every key
         right = None
     causal = left is None and right == 0
-    held = _held_keys(attention_mask, query.shape[0])
-    if held is not None and _cuts(held, query):  # skip the empty end of the buffer
+    held = attention_mask.held if isinstance(attention_mask, Mask) else None
+    if held is not None and held.shape[0] != query.shape[0]:
+        held = held[:1].expand(query.shape[0])
+    # The kernels skip the empty end of a buffer by themselves; elsewhere a slice saves time, if the
+    # host knows the number of keys.
+    if held is not None and may_read(held) and not backends.prefers_kernels(query):
         n, held = int(held[0]), None
         key, value = key[:, :, :n], value[:, :, :n]
-        visible, position_bias = (_of_first(n, x) for x in (visible, position_bias))
+        visible, position_bias = (
+            x if x is None or x.shape[-1] == 1 else x[..., :n] for x in (visible, position_bias)
+        )
     aligned = q_length == key.shape[2] and held is None  # both begin at the same position
     arguments: dict[str, Any] = dict(
         attn_mask=visible,
@@ -324,7 +340,8 @@ def _with_positions(mask: Mask, position_ids: object) -> Mask:
 
     if not isinstance(position_ids, Tensor) or torch.compiler.is_compiling():
         return mask
-    if position_ids.shape != (1, mask.shape[2]) or _captures(position_ids):
+    captures = position_ids.is_cuda and torch.cuda.is_current_stream_capturing()
+    if position_ids.shape != (1, mask.shape[2]) or captures:  # a capture can read no value
         return mask
     if mask.by_positions is None or mask.by_positions[0] is not position_ids:
         indices = find_packed_sequence_indices(position_ids)
@@ -332,42 +349,6 @@ def _with_positions(mask: Mask, position_ids: object) -> Mask:
         found = mask if sequences is None else mask.of_sequences(sequences)
         mask.by_positions = position_ids, found
     return mask.by_positions[1]
-
-
-def _captures(x: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, in which no value can be read."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: Sequences,
-    sides: Sides,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Run `packed_attention` on [T, H, D] of a batch of one row."""
-    offsets, longest = sequences
-    causal = sides == (None, 0)
-    return functional.packed_attention(
-        query,
-        key,
-        value,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scaling,
-        window=None if causal else sides,
-        softcap=softcap,
-        sinks=sinks,
-    )
 
 
 def _require_registered(module: nn.Module) -> None:
@@ -418,26 +399,6 @@ def _wrong_shape(shape: Sequence[int], q_length: int, k_length: int) -> ValueErr
         f"attention_mask has shape {tuple(shape)}; expected [B, 1, {q_length}, {k_length}],"
         " of the queries and keys of the layer"
     )
-
-
-def _held_keys(attention_mask: object, batch: int) -> Tensor | None:
-    """Return how many keys a buffer holds, [batch], or None if it is full."""
-    held = attention_mask.held if isinstance(attention_mask, Mask) else None
-    return held if held is None or held.shape[0] == batch else held[:1].expand(batch)
-
-
-def _cuts(held: Tensor, query: Tensor) -> bool:
-    """Return whether to slice the keys of a buffer to the filled ones before the call.
-
-    The kernels skip the others by themselves; elsewhere the slice saves time, but needs their
-    number on the host.
-    """
-    return may_read(held) and not backends.prefers_kernels(query)
-
-
-def _of_first(n: int, x: Tensor | None) -> Tensor | None:
-    """Return a mask or bias [.., Sk or 1] cut to the first n keys."""
-    return x if x is None or x.shape[-1] == 1 else x[..., :n]
 
 
 def _read_tensor(

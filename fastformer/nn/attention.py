@@ -24,6 +24,7 @@ from fastformer.nn.norms import RMSNorm
 from fastformer.nn.padding import Packing, pad, require_tokens, without_gaps
 from fastformer.nn.stream import dropout_probability, is_unmodified
 from fastformer.ops import functional
+from fastformer.ops.attention.joint import Projected, joint_attention
 
 
 def attention(
@@ -65,21 +66,14 @@ def attention(
     if checks.autocast_dtype(query) is None:
         checks.require_floating(**inputs)
     if key.shape[-1] != query.shape[-1] or key.shape[-1] == 0:
-        raise ValueError(
-            f"key has shape {checks.shape_of(key)}; "
-            f"expected d_k of 1 or more, as query {checks.shape_of(query)}"
-        )
+        raise checks.wrong_shape("key", key, f"d_k of 1 or more, as query {checks.shape_of(query)}")
     if value.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"value has shape {checks.shape_of(value)}; "
-            f"expected the length of key {checks.shape_of(key)}"
-        )
+        raise checks.wrong_shape("value", value, f"the length of key {checks.shape_of(key)}")
     for name, x in (("key", key), ("value", value)):
         leading = zip(x.shape[-3::-1], query.shape[-3::-1])
         if any(have != want and 1 not in (have, want) for have, want in leading):
-            raise ValueError(
-                f"{name} has shape {checks.shape_of(x)}; "
-                f"expected leading dimensions that fit those of query {checks.shape_of(query)}"
+            raise checks.wrong_shape(
+                name, x, f"leading dimensions that fit those of query {checks.shape_of(query)}"
             )
     if dropout is not None:
         checks.require_callable("a function of the weights, or None", dropout=dropout)
@@ -177,6 +171,7 @@ class MultiHeadedAttention(AliasedModule):
         cache: KVCache | PagedKVCache | LayerCache | MemoryCache | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         query_packing: Packing | None = None,
+        dropout_seed: int | Tensor | None = None,
     ) -> Tensor:
         """Return the output [B, T, d_model], or [tokens, d_model] of a packed batch.
 
@@ -200,6 +195,7 @@ class MultiHeadedAttention(AliasedModule):
                 cache are rotated already.
             query_packing: the `Packing` of the queries, if `mask` is that of other keys, such as
                 the memory's.
+            dropout_seed: as in `scaled_dot_product_attention`; not with a cache.
 
         A query that sees no key gives `linears[3].bias`.
         """
@@ -220,8 +216,11 @@ class MultiHeadedAttention(AliasedModule):
                 "expected the Packing of the keys as mask"
             )
         if cache is not None:
+            if dropout_seed is not None:
+                raise ValueError("dropout_seed is given together with a cache; expected None")
             return self._forward_cached(inputs, mask, options, cache, rotary)
         if isinstance(mask, Packing):
+            options["dropout_seed"] = dropout_seed
             return self._forward_packed(inputs, (query_packing, mask), options, rotary)
         for name, x in inputs.items():
             require_features(name, x, self.h * self.d_k)
@@ -229,18 +228,18 @@ class MultiHeadedAttention(AliasedModule):
             checks.require_floating(**inputs)
         linears = list(self.linears)
         require_linear_input("query", query, linears[0])
-        projected = self._projected(inputs, linears)
-        q, k, v = [x.transpose(1, 2) for x in projected]  # [B, heads, T or S, d_k], views
-        q, k = self._positioned(q, k, rotary)
+        projected = Projected(self._projected(inputs, linears), self.h, (0, 2, 1, 3))
+        q, k, v = projected.parts()  # [B, heads, T or S, d_k]
         if mask is not None:
             checks.require_tensor("mask", mask)
             checks.require_device("mask", mask, "query", query)
             mask = self._over_heads(mask, (*q.shape[:3], backends.full_length(k.shape[2])))
         p = dropout_probability(self.dropout)
         grouped = self.kv_heads != self.h
-        out = functional.scaled_dot_product_attention(
-            q, k, v, mask, p, enable_gqa=grouped, **options
-        )
+        q, k, rotation = self._to_rotate(q, k, rotary)
+        op, given = "scaled_dot_product_attention", (q, k, v, mask, p)
+        more = dict(enable_gqa=grouped, dropout_seed=dropout_seed)
+        out = joint_attention(op, projected, rotation, *given, **more, **options)
         self._keep_weights(q, k, mask, options)
         return linears[3](out.transpose(1, 2).flatten(2))
 
@@ -311,25 +310,20 @@ class MultiHeadedAttention(AliasedModule):
                     f"{name} has shape {given}; expected [tokens, d_model = {self.h * self.d_k}]"
                 )
             require_linear_input(name, x, linears[0])
-        q, k, v = self._projected(inputs, linears)
-        q, k = self._positioned(q, k, rotary)
-        out = functional.packed_attention(
-            q,
-            k,
-            v,
-            own.cu_seqlens,
-            packing.cu_seqlens,
-            own.longest,
-            packing.longest,
-            dropout_p=dropout_probability(self.dropout),
-            **options,
-        )
+        projected = Projected(self._projected(inputs, linears), self.h, (0, 1, 2))
+        q, k, v = projected.parts()
+        offsets = own.cu_seqlens, packing.cu_seqlens, own.longest, packing.longest
+        p = dropout_probability(self.dropout)
+        q, k, rotation = self._to_rotate(q, k, rotary)
+        op, rows = "packed_attention", (q, k, v, *offsets)
+        out = joint_attention(op, projected, rotation, *rows, dropout_p=p, **options)
         if self.keep_attention:
             own, packing = without_gaps(own), without_gaps(packing)
             q, k = (pad(x.detach(), of).transpose(1, 2) for x, of in ((q, own), (k, packing)))
             positions = torch.arange(own.length, device=q.device)
             real = positions.view(-1, 1) < own.lengths.view(-1, 1, 1, 1)
             options |= dict(key_lengths=packing.lengths, causal_alignment="top_left")
+            del options["dropout_seed"]
             if options["bias"] is not None:
                 options["bias"] = pad(options["bias"].detach(), packing)[:, None, None]
             self._keep_weights(q, k, real, options)
@@ -395,8 +389,9 @@ class MultiHeadedAttention(AliasedModule):
     def _projected(self, inputs: dict[str, Tensor], linears: list[Any]) -> list[Tensor]:
         """Project query, key and value [.., d_model] to [.., h or kv_heads, d_k].
 
-        Projections of the same tensor are one GEMM with concatenated weights, if they are
-        unmodified nn.Linear modules with a bias.
+        Projections of the same tensor are one GEMM with concatenated weights and one result,
+        [.., h + 2 kv_heads, d_k] or [.., 2 kv_heads, d_k], if they are unmodified nn.Linear modules
+        with a bias.
         """
         query, key, value = inputs.values()
         joined = 3 if query is key is value else 2 if key is value else 0
@@ -408,29 +403,45 @@ class MultiHeadedAttention(AliasedModule):
         if joined:
             weight = torch.cat([x.weight for x in together])
             bias = torch.cat([x.bias for x in together])
-            heads = torch.unflatten(F.linear(value, weight, bias), -1, (-1, self.d_k))
-            out += heads.split([self.h, self.kv_heads, self.kv_heads][3 - joined :], -2)
+            out.append(torch.unflatten(F.linear(value, weight, bias), -1, (-1, self.d_k)))
         return out
 
     def _positioned(
         self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         """Return q and k after their norms and the rotation, which are one kernel."""
+        rotation = self._rotation(rotary)
+        if rotation is None:
+            assert self.query_norm is not None and self.key_norm is not None
+            q, k = self.query_norm(q), self.key_norm(k)
+            rotation = {} if rotary is None else dict(zip(("cos", "sin"), rotary))
+        return functional.rotary_embedding(q, k, **rotation) if rotation else (q, k)
+
+    def _to_rotate(
+        self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, dict[str, Any] | None]:
+        """Return q and k, and the rotation that `joint_attention` has to compute first. It is None
+        if they are rotated already, which `_keep_weights` needs.
+        """
+        rotation = self._rotation(rotary)
+        if rotation is None or (rotation and self.keep_attention):
+            return *self._positioned(q, k, rotary), None
+        return q, k, rotation
+
+    def _rotation(self, rotary: tuple[Tensor, Tensor] | None) -> dict[str, Any] | None:
+        """Return the arguments of `rotary_embedding` that compute norms and rotation, none if there
+        are neither; None if the norms are modules of their own.
+        """
         first, second = self.query_norm, self.key_norm
-        if rotary is None:
-            if first is not None and second is not None:
-                q, k = first(q), second(k)
-            return q, k
-        if not isinstance(rotary, tuple) or len(rotary) != 2:
+        if rotary is not None and (not isinstance(rotary, tuple) or len(rotary) != 2):
             raise TypeError(f"rotary is a {type(rotary).__name__}; expected (cos, sin) or None")
+        tables = {} if rotary is None else dict(zip(("cos", "sin"), rotary))
         if first is None or second is None:
-            return functional.rotary_embedding(q, k, *rotary)
+            return tables
         fused = type(first) is type(second) is RMSNorm and is_unmodified(first, second)
-        if not fused or first.eps != second.eps:
-            return functional.rotary_embedding(first(q), second(k), *rotary)
-        return functional.rotary_embedding(
-            q, k, *rotary, query_norm=first.weight, key_norm=second.weight, eps=first.eps
-        )
+        if not tables or not fused or first.eps != second.eps:
+            return None
+        return tables | dict(query_norm=first.weight, key_norm=second.weight, eps=first.eps)
 
     def _keep_weights(
         self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]

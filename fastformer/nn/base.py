@@ -38,8 +38,7 @@ def clones(module: nn.Module, N: int) -> nn.ModuleList:
     Raises ValueError if N is negative, TypeError if `module` is not a module.
     """
     checks.require_size(0, N=N)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; expected an nn.Module")
+    checks.require_instance("module", module, nn.Module, "an nn.Module")
     return nn.ModuleList(copy.deepcopy(module) for _ in range(N))
 
 
@@ -49,9 +48,7 @@ def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
     if type(layer) is not nn.Linear or not is_unmodified(layer):
         return
     if x.shape[-1:] != layer.weight.shape[1:]:
-        raise ValueError(
-            f"{name} has shape {checks.shape_of(x)}; expected [..., {layer.in_features}]"
-        )
+        raise checks.wrong_shape(name, x, f"[..., {layer.in_features}]")
     checks.require_device(name, x, "the parameters", layer.weight)
     if x.dtype != layer.weight.dtype and checks.autocast_dtype(x) is None:
         raise TypeError(

@@ -128,11 +128,9 @@ def _rows(table_name: str, table: Tensor, name: str, x: Tensor, start: int | Ten
                 f"{name} has {length} positions{after}; expected at most max_len = {max_len}"
             )
         return table[start : start + length].unsqueeze(0)
-    checks.require_tensor("start", start)
-    if start.dtype not in checks.INTEGERS:
-        raise TypeError(f"start has dtype {start.dtype}; expected integers")
+    checks.require_integers("start", start)
     if start.shape != x.shape[:1]:
-        raise ValueError(f"start has shape {checks.shape_of(start)}; expected [B] = [{x.shape[0]}]")
+        raise checks.wrong_shape("start", start, f"[B] = [{x.shape[0]}]")
     checks.require_device("start", start, table_name, table)
     if may_read(start) and start.numel() and length:
         low, high = map(int, start.aminmax())
@@ -199,7 +197,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, start: int | Tensor | Packing = 0) -> tuple[Tensor, Tensor]:
         checks.require_tensor("x", x)
         if x.dim() < 2:
-            raise ValueError(f"x has shape {checks.shape_of(x)}; expected [B, S, ...]")
+            raise checks.wrong_shape("x", x, "[B, S, ...]")
         checks.require_device("x", x, "the table of RotaryEmbedding", self.table)
         if isinstance(start, Packing):
             rows = self._packed(start)
@@ -231,6 +229,4 @@ def require_longest(name: str, packing: Packing, max_len: int) -> None:
 def require_features(name: str, x: Tensor, features: int) -> None:
     checks.require_tensor(name, x)
     if x.dim() != 3 or x.shape[2] != features:
-        raise ValueError(
-            f"{name} has shape {checks.shape_of(x)}; expected [B, S, d_model = {features}]"
-        )
+        raise checks.wrong_shape(name, x, f"[B, S, d_model = {features}]")

@@ -25,7 +25,8 @@ class PositionwiseFeedForward(AliasedModule):
         activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu"; or a gated form, "geglu" or
             "swiglu", where the first d_ff rows of w_1 compute z and the last d_ff rows v.
 
-    forward(x): x [..., d_model] -> [..., d_model].
+    forward(x, dropout_seed=None): x [..., d_model] -> [..., d_model]. dropout_seed: as in
+    `feed_forward`.
 
     Raises:
         ValueError: an unknown activation; x has another width than d_model, or is on another device
@@ -48,9 +49,10 @@ class PositionwiseFeedForward(AliasedModule):
         self.w_2 = nn.Linear(d_ff, d_model)
         self.dropout = make_dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dropout_seed: Tensor | None = None) -> Tensor:
         require_linear_input("x", x, self.w_1)
-        return apply_feed_forward(x, self.w_1, self.activation, self.dropout, self.w_2)
+        layers = self.w_1, self.activation, self.dropout, self.w_2
+        return apply_feed_forward(x, *layers, dropout_seed)
 
     def extra_repr(self) -> str:
         return "" if self.activation == "relu" else f"activation={self.activation}"

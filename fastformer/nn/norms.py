@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +58,13 @@ class LayerNorm(AliasedModule):
             x, self.weight.shape, self.weight, self.bias, self.eps, unbiased=self.unbiased
         )
 
-    def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    def after_sum(
+        self, x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return (self(sum), sum) of sum = residual + dropout(x), [...], from one kernel."""
+        options: Any = dict(unbiased=self.unbiased, dropout_seed=dropout_seed)
         return functional.dropout_add_layer_norm(
-            x, residual, self.weight, self.bias, dropout_p, self.eps, unbiased=self.unbiased
+            x, residual, self.weight, self.bias, dropout_p, self.eps, **options
         )
 
     def extra_repr(self) -> str:
@@ -92,9 +95,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    def after_sum(
+        self, x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return (self(sum), sum), as `LayerNorm.after_sum` does."""
-        return functional.dropout_add_rms_norm(x, residual, self.weight, dropout_p, self.eps)
+        return functional.dropout_add_rms_norm(
+            x, residual, self.weight, dropout_p, self.eps, dropout_seed=dropout_seed
+        )
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -151,7 +158,5 @@ def require_norm_input(name: str, x: Tensor | None, norm: nn.Module | None) -> N
     if not (type(norm) is LayerNorm or type(norm) is RMSNorm) or not is_unmodified(norm):
         return
     if x.shape[-1:] != norm.weight.shape:
-        raise ValueError(
-            f"{name} has shape {checks.shape_of(x)}; expected [B, S, {norm.weight.shape[0]}]"
-        )
+        raise checks.wrong_shape(name, x, f"[B, S, {norm.weight.shape[0]}]")
     checks.require_device(name, x, "the parameters", norm.weight)

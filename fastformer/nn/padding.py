@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastformer.checks import INTEGERS, require_device, require_int, require_tensor, shape_of
+from fastformer.checks import (
+    require_device,
+    require_instance,
+    require_int,
+    require_integers,
+    require_tensor,
+    wrong_shape,
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Packing:
                 raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype}")
             if x.dim() != 1 or (name == "cu_seqlens" and x.shape[0] != self.batch + 1):
                 expected = "[batch + 1]" if name == "cu_seqlens" else "[tokens]"
-                raise ValueError(f"{name} has shape {shape_of(x)}; expected {expected}")
+                raise wrong_shape(name, x, f"{expected}")
         require_device("indices", self.indices, "cu_seqlens", self.cu_seqlens)
 
     @property
@@ -94,23 +101,18 @@ def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
     """
     require_tensor("x", x)
     if x.dim() < 2:
-        raise ValueError(f"x has shape {shape_of(x)}; expected [B, S, ...]")
+        raise wrong_shape("x", x, "[B, S, ...]")
     packing = lengths if isinstance(lengths, Packing) else _packing(x, lengths)
     if x.shape[:2] != (packing.batch, packing.length):
-        raise ValueError(
-            f"x has shape {shape_of(x)}; "
-            f"expected [{packing.batch}, {packing.length}, ...], as it was packed"
-        )
+        raise wrong_shape("x", x, f"[{packing.batch}, {packing.length}, ...], as it was packed")
     return x.flatten(0, 1)[packing.indices], packing
 
 
 def _packing(x: Tensor, lengths: Tensor) -> Packing:
     batch, length = x.shape[:2]
-    require_tensor("lengths", lengths, "an integer tensor or a Packing")
-    if lengths.dtype not in INTEGERS:
-        raise TypeError(f"lengths has dtype {lengths.dtype}; expected integers")
+    require_integers("lengths", lengths, "an integer tensor or a Packing")
     if lengths.shape != (batch,):
-        raise ValueError(f"lengths has shape {shape_of(lengths)}; expected [B] = [{batch}]")
+        raise wrong_shape("lengths", lengths, f"[B] = [{batch}]")
     require_device("lengths", lengths, "x", x)
     if lengths.is_meta:
         raise ValueError("lengths is on meta; expected lengths that are known")
@@ -153,8 +155,7 @@ def pad(x: Tensor, packing: Packing, value: complex = 0.0) -> Tensor:
         ValueError: another number of tokens, several devices, a value that x cannot hold.
         TypeError: packing is not a `Packing`, value is not a number.
     """
-    if not isinstance(packing, Packing):
-        raise TypeError(f"packing is a {type(packing).__name__}; expected what unpad returned")
+    require_instance("packing", packing, Packing, "what unpad returned")
     require_tokens("x", x, packing)
     _require_value(x, value)
     padded = x.new_full((packing.batch * packing.length, *x.shape[1:]), value)
@@ -166,17 +167,15 @@ def require_tokens(name: str, x: Tensor, packing: Packing) -> None:
     require_device(name, x, "packing", packing.indices)
     tokens = packing.indices.shape[0]
     if x.dim() < 1 or x.shape[0] != tokens:
-        raise ValueError(
-            f"{name} has shape {shape_of(x)}; expected the {tokens} tokens of the packing"
-        )
+        raise wrong_shape(name, x, f"the {tokens} tokens of the packing")
 
 
 def _require_value(x: Tensor, value: complex) -> None:
     """Require a number that the dtype of x can hold: an int tensor would turn 0.5 into 0."""
     if isinstance(value, complex) and x.is_complex():
         return
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"value is a {type(value).__name__}; expected a number that x can hold")
+    require_instance("value", value, (int, float), "a number that x can hold")
+    assert not isinstance(value, complex)
     if x.is_floating_point() or x.is_complex():
         return
     limits = None if x.dtype == torch.bool else torch.iinfo(x.dtype)

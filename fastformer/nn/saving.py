@@ -23,12 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer.checks import FLOATING
+from fastformer.checks import FLOATING, require_instance
 from fastformer.dispatch import backends
 from fastformer.nn.norms import RMSNorm
 from fastformer.nn.transformer import EncoderDecoder, LanguageModel, make_decoder, make_model
-
-__all__ = ["load_model", "save_model"]
 
 DESCRIPTION, WEIGHTS = "model.json", "model.safetensors"
 FORMAT = "fastformer model, version 1"
@@ -167,8 +165,7 @@ _FILES = {DESCRIPTION, WEIGHTS}
 
 
 def _path(folder: str | os.PathLike[str]) -> Path:
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"folder is a {type(folder).__name__}; expected a path")
+    require_instance("folder", folder, (str, os.PathLike), "a path")
     if not os.fspath(folder):
         raise ValueError("folder is ''; expected a path")
     return Path(os.path.realpath(folder))
@@ -224,11 +221,10 @@ def _built(path: Path, text: str, weights: int) -> EncoderDecoder | LanguageMode
         ) from error
 
 
-def _description(model: nn.Module) -> str:
+def _description(model: Any) -> str:
     """Return the text of model.json, after a check that it gives this model again."""
-    if not isinstance(model, (EncoderDecoder, LanguageModel)):
-        kind = type(model).__name__
-        raise TypeError(f"model is a {kind}; expected an EncoderDecoder or a LanguageModel")
+    kinds = EncoderDecoder, LanguageModel
+    require_instance("model", model, kinds, "an EncoderDecoder or a LanguageModel")
     if any(backends.is_dtensor(x) for x in _tensors(model).values()):
         raise ValueError("model is sharded over devices; expected a model on one of them")
     factory = "make_decoder" if isinstance(model, LanguageModel) else "make_model"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache, LayerCache
-from fastformer.checks import require_callable, require_flag
+from fastformer.checks import require_callable, require_flag, require_instance
 from fastformer.dispatch import backends
+from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import clones
 from fastformer.nn.embeddings import RotaryEmbedding
+from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import SublayerConnection, make_norm, require_norm_input
 from fastformer.nn.padding import Packing
+from fastformer.nn.seeds import Seeds, runs_forward_of
 from fastformer.nn.stream import ResidualStream, is_unmodified
 from fastformer.ops.dropout import drawn_ahead
 
@@ -30,11 +35,17 @@ class _Stack(nn.Module):
         self.layers = clones(layer, N)
         self.norm = nn.Identity() if norm is None else make_norm(norm, size)
 
+    @property
+    def _sites(self) -> int:
+        """How many seeds the layers take."""
+        return sum(getattr(layer, "_sites", 0) for layer in self.layers)
+
     def _run(
         self,
         kind: type[EncoderLayer] | type[DecoderLayer],
         x: Tensor,
         *context: Any,
+        seeds: Seeds | None,
         cache: DecoderCache | None,
         **options: Any,
     ) -> Tensor:
@@ -42,30 +53,25 @@ class _Stack(nn.Module):
 
         The layers share one residual stream, so that the last sum of a layer and the norm that
         follows are one kernel. context: the other arguments of a layer's forward; with a cache, the
-        `LayerCache` of the layer follows them. options: its keyword arguments.
+        `LayerCache` of the layer follows them. options: its keyword arguments. seeds: those of the
+        model, from this stack on; None for a stack that runs alone.
         """
+        stream = ResidualStream(x, Seeds(self._sites) if seeds is None else seeds)
+        ahead: AbstractContextManager[None] = nullcontext()
         if self.training and x.is_cpu and backends.runs_directly():
             shapes = [y.shape if isinstance(y, Tensor) else None for y in (x, *context)]
-            with drawn_ahead((kind, *shapes)):
-                return self._run_layers(kind, x, *context, cache=cache, **options)
-        return self._run_layers(kind, x, *context, cache=cache, **options)
-
-    def _run_layers(
-        self,
-        kind: type[EncoderLayer] | type[DecoderLayer],
-        x: Tensor,
-        *context: Any,
-        cache: DecoderCache | None,
-        **options: Any,
-    ) -> Tensor:
-        stream = ResidualStream(x)
-        for i, layer in enumerate(self.layers):
-            own = () if cache is None else (cache.layer(i),)
-            if type(layer) is kind and is_unmodified(layer):
-                layer._through(stream, *context, *own, **options)
-            else:  # the layer is of another class or has hooks
-                stream = ResidualStream(layer(stream.value(), *context, *own, **options))
-        return stream.normalize(self.norm)
+            name = kind, stream.seeds.sites, stream.seeds.first, *shapes
+            ahead = drawn_ahead(name, stream.seeds)
+        with ahead:
+            for i, layer in enumerate(self.layers):
+                own = () if cache is None else (cache.layer(i),)
+                if type(layer) is kind and is_unmodified(layer):
+                    layer._through(stream, *context, *own, **options)
+                else:  # the layer is of another class or has hooks
+                    y = layer(stream.value(), *context, *own, **options)
+                    stream = ResidualStream(y, stream.seeds)
+                stream.seeds = stream.seeds.after(getattr(layer, "_sites", 0))
+            return stream.normalize(self.norm)
 
 
 class Encoder(_Stack):
@@ -91,13 +97,17 @@ class Encoder(_Stack):
         rotary: RotaryEmbedding | None = None,
     ) -> None:
         super().__init__(layer, N, norm)
-        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
-            kind = type(rotary).__name__
-            raise TypeError(f"rotary is a {kind}; expected a RotaryEmbedding or None")
+        kinds = RotaryEmbedding, NoneType
+        require_instance("rotary", rotary, kinds, "a RotaryEmbedding or None")
         self.rotary = rotary
 
     def forward(
-        self, x: Tensor, mask: Tensor | Packing | None, cache: DecoderCache | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | Packing | None,
+        cache: DecoderCache | None = None,
+        *,
+        _seeds: Seeds | None = None,
     ) -> Tensor:
         require_norm_input("x", x, self.norm)
         require_cache(cache)
@@ -105,7 +115,7 @@ class Encoder(_Stack):
         if self.rotary is not None:
             start = 0 if cache is None else cache.start()
             options["rotary"] = self.rotary(x, mask if isinstance(mask, Packing) else start)
-        return self._run(EncoderLayer, x, mask, cache=cache, **options)
+        return self._run(EncoderLayer, x, mask, seeds=_seeds, cache=cache, **options)
 
 
 class Decoder(_Stack):
@@ -127,18 +137,20 @@ class Decoder(_Stack):
         src_mask: Tensor | Packing | None,
         tgt_mask: Tensor | Packing | None,
         cache: DecoderCache | None = None,
+        *,
+        _seeds: Seeds | None = None,
     ) -> Tensor:
         require_norm_input("x", x, self.norm)
         require_packings(src_mask, tgt_mask)
         if memory is not None or cache is None:
             require_norm_input("memory", memory, self.norm)
         require_cache(cache)
-        return self._run(DecoderLayer, x, memory, src_mask, tgt_mask, cache=cache)
+        context = memory, src_mask, tgt_mask
+        return self._run(DecoderLayer, x, *context, seeds=_seeds, cache=cache)
 
 
-def require_cache(cache: DecoderCache | None) -> None:
-    if cache is not None and not isinstance(cache, DecoderCache):
-        raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache or None")
+def require_cache(cache: object, kind: type = DecoderCache) -> None:
+    require_instance("cache", cache, (kind, NoneType), f"a {kind.__name__} or None")
 
 
 def require_packings(src_mask: Tensor | Packing | None, tgt_mask: Tensor | Packing | None) -> None:
@@ -148,11 +160,6 @@ def require_packings(src_mask: Tensor | Packing | None, tgt_mask: Tensor | Packi
         (other,) = given.keys() - packed
         kind = type(given[other]).__name__
         raise TypeError(f"{other} is a {kind}; expected a Packing, as {packed[0]} is one")
-
-
-def _require_layer_cache(cache: LayerCache | None) -> None:
-    if cache is not None and not isinstance(cache, LayerCache):
-        raise TypeError(f"cache is a {type(cache).__name__}; expected a LayerCache or None")
 
 
 class EncoderLayer(nn.Module):
@@ -180,6 +187,8 @@ class EncoderLayer(nn.Module):
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1.
     """
 
+    _sites = 4  # of dropout: the weights, the hidden elements, and two sublayers' outputs
+
     def __init__(
         self,
         size: int,
@@ -205,9 +214,9 @@ class EncoderLayer(nn.Module):
         cache: LayerCache | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        _require_layer_cache(cache)
+        require_cache(cache, LayerCache)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
-        stream = ResidualStream(x)
+        stream = ResidualStream(x, Seeds(self._sites))
         self._through(stream, mask, cache, rotary)
         return stream.value()
 
@@ -224,10 +233,13 @@ class EncoderLayer(nn.Module):
             if not self.is_causal:
                 raise ValueError("cache is given to a layer with is_causal=False; expected None")
             options["cache"] = cache
+        else:
+            options |= _seed(stream, self.self_attn, 0)
         if rotary is not None:
             options["rotary"] = rotary
-        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, mask, **options))
-        _add(stream, connections[1], self.feed_forward)
+        seed = _seed(stream, self.feed_forward, 2)
+        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, mask, **options), 1)
+        _add(stream, connections[1], lambda x: self.feed_forward(x, **seed), 3)
 
 
 class DecoderLayer(nn.Module):
@@ -253,6 +265,8 @@ class DecoderLayer(nn.Module):
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1.
     """
+
+    _sites = 6
 
     def __init__(
         self,
@@ -280,12 +294,12 @@ class DecoderLayer(nn.Module):
         tgt_mask: Tensor | Packing | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        _require_layer_cache(cache)
+        require_cache(cache, LayerCache)
         require_packings(src_mask, tgt_mask)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
         if memory is not None or cache is None:
             require_norm_input("memory", memory, getattr(self.sublayer[0], "norm", None))
-        stream = ResidualStream(x)
+        stream = ResidualStream(x, Seeds(self._sites))
         self._through(stream, memory, src_mask, tgt_mask, cache)
         return stream.value()
 
@@ -302,16 +316,32 @@ class DecoderLayer(nn.Module):
         if isinstance(tgt_mask, Packing):
             own, kept = {**own, "is_causal": True}, {**kept, "query_packing": tgt_mask}
         connections = list(self.sublayer)
-        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, tgt_mask, **own))
-        _add(stream, connections[1], lambda x: self.src_attn(x, memory, memory, src_mask, **kept))
-        _add(stream, connections[2], self.feed_forward)
+        if cache is None:
+            own |= _seed(stream, self.self_attn, 0)
+            kept |= _seed(stream, self.src_attn, 2)
+        seed = _seed(stream, self.feed_forward, 4)
+
+        def attend(x: Tensor) -> Tensor:
+            return self.src_attn(x, memory, memory, src_mask, **kept)
+
+        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, tgt_mask, **own), 1)
+        _add(stream, connections[1], attend, 3)
+        _add(stream, connections[2], lambda x: self.feed_forward(x, **seed), 5)
+
+
+def _seed(stream: ResidualStream, module: Any, site: int) -> dict[str, Any]:
+    """Return the seed of a site as keyword argument, if the module takes one."""
+    if not runs_forward_of(module, MultiHeadedAttention, PositionwiseFeedForward):
+        return {}
+    return {"dropout_seed": stream.seed(site, module.dropout)}
 
 
 def _add(
-    stream: ResidualStream, connection: nn.Module, sublayer: Callable[[Tensor], Tensor]
+    stream: ResidualStream, connection: nn.Module, sublayer: Callable[[Tensor], Tensor], site: int
 ) -> None:
-    """Apply a SublayerConnection to the stream: x = connection(x, sublayer)."""
+    """Apply a SublayerConnection, whose dropout has that site: x = connection(x, sublayer)."""
     if type(connection) is SublayerConnection and is_unmodified(connection):
-        stream.add_sublayer(sublayer, connection.norm, connection.dropout, connection.norm_first)
+        order = connection.norm_first
+        stream.add_sublayer(sublayer, connection.norm, connection.dropout, order, site)
     else:
         stream.x = connection(stream.value(), sublayer)

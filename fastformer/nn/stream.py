@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fastformer.checks import autocast_dtype
 from fastformer.dispatch import backends
+from fastformer.nn.seeds import Seeds
 from fastformer.ops import functional
 from fastformer.ops.feed_forward import reference
 
@@ -31,12 +32,20 @@ class ResidualStream:
     """The sum that a stack of sublayers reads and adds to, and an output not yet added to it.
 
     x: [..., features], the sum without the pending output. pending: the sublayer output that is not
-    added yet, of the shape of x, and its dropout, which is applied first; None if x is complete.
+    added yet, of the shape of x, its dropout, which is applied first, and the seed of that; None if
+    x is complete. seeds: those from the layer that runs on.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, seeds: Seeds) -> None:
         self.x = x
-        self.pending: tuple[Tensor, nn.Dropout] | None = None
+        self.seeds = seeds
+        self.pending: tuple[Tensor, nn.Dropout, Tensor | None] | None = None
+
+    def seed(self, site: int, dropout: nn.Module) -> Tensor | None:
+        """Return the seed of a site of the layer that runs, or None if it drops nothing."""
+        if type(dropout) is not nn.Dropout or not dropout_probability(dropout):
+            return None
+        return self.seeds.of(site, self.x.device)
 
     def add_sublayer(
         self,
@@ -44,12 +53,15 @@ class ResidualStream:
         norm: nn.Module,
         dropout: nn.Module,
         norm_first: bool,
+        site: int,
     ) -> None:
-        """Set x to x + dropout(sublayer(norm(x))); post-norm, norm(x + dropout(sublayer(x)))."""
+        """Set x to x + dropout(sublayer(norm(x))); post-norm, norm(x + dropout(sublayer(x))). site:
+        that of the dropout in the layer.
+        """
         x = self.normalize(norm) if norm_first else self.value()
         out = sublayer(x)
         if type(dropout) is nn.Dropout and is_unmodified(dropout):
-            self.pending = out, dropout
+            self.pending = out, dropout, self.seed(site, dropout)
         else:
             self.x = self.x + dropout(out)
         if not norm_first:
@@ -64,17 +76,17 @@ class ResidualStream:
         after_sum = type(norm).__dict__.get("after_sum")
         if self.pending is None or after_sum is None or not is_unmodified(norm):
             return norm(self.value())
-        out, dropout = self.pending
+        out, dropout, seed = self.pending
         if out.dtype != self.x.dtype and autocast_dtype(out) is None:
             return norm(self.value())
-        normalized, self.x = after_sum(norm, out, self.x, dropout_probability(dropout))
+        normalized, self.x = after_sum(norm, out, self.x, dropout_probability(dropout), seed)
         self.pending = None
         return normalized
 
     def value(self) -> Tensor:
         """Add the pending output to x and return the sum."""
         if self.pending is not None:
-            self.x = add_dropped(self.x, *self.pending)
+            self.x = add_dropped(self.x, *self.pending[:2])
             self.pending = None
         return self.x
 
@@ -97,6 +109,7 @@ def apply_feed_forward(
     activation: str | Callable[[Tensor], Tensor],
     dropout: nn.Module,
     w_2: nn.Module,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor:
     """Compute w_2(dropout(activation(w_1(x)))) for x [..., features].
 
@@ -113,8 +126,9 @@ def apply_feed_forward(
         p = dropout_probability(dropout)
         parameters = (w_1.weight, w_1.bias, w_2.weight, w_2.bias)
         if activation in GATED:
-            return getattr(functional, activation)(x, *parameters, p)
-        return functional.feed_forward(x, *parameters, activation, p)
+            gated = getattr(functional, activation)
+            return gated(x, *parameters, p, dropout_seed=dropout_seed)
+        return functional.feed_forward(x, *parameters, activation, p, dropout_seed=dropout_seed)
     return w_2(dropout(_activated(w_1(x), activation)))
 
 

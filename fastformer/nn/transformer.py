@@ -22,16 +22,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import (
-    require_callable,
-    require_choice,
-    require_flag,
-    require_positive,
-    require_size,
-    require_tensor,
-    shape_of,
-)
 from fastformer.dispatch import backends
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
@@ -43,6 +35,7 @@ from fastformer.nn.embeddings import (
 )
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.padding import Packing, require_tokens
+from fastformer.nn.seeds import Seeds, runs_forward_of
 from fastformer.nn.stacks import (
     Decoder,
     DecoderLayer,
@@ -111,9 +104,9 @@ def make_model(
     Normalization in the Transformer Architecture"; shared weights: Press and Wolf 2017, "Using the
     Output Embedding to Improve Language Models".
     """
-    require_size(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
-    require_size(0, N=N)
-    if require_flag("tie_source", tie_source) and src_vocab != tgt_vocab:
+    checks.require_size(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
+    checks.require_size(0, N=N)
+    if checks.require_flag("tie_source", tie_source) and src_vocab != tgt_vocab:
         raise ValueError(
             f"tie_source is True with src_vocab {src_vocab} and tgt_vocab {tgt_vocab}; "
             "expected one size of vocabulary"
@@ -131,7 +124,7 @@ def make_model(
     generator = Generator(d_model, tgt_vocab)
     if tie_source:
         source.lut.weight = target.lut.weight
-    if require_flag("tie_generator", tie_generator):
+    if checks.require_flag("tie_generator", tie_generator):
         generator.proj.weight = target.lut.weight
     src_embed, tgt_embed = (nn.Sequential(x, c(position)) for x in (source, target))
     return _initialised(EncoderDecoder(encoder, decoder, src_embed, tgt_embed, generator))
@@ -179,15 +172,15 @@ def make_decoder(
     rotary: Su et al. 2021, "RoFormer"; qk_norm: Qwen Team 2025, "Qwen3 Technical Report",
     section 2.
     """
-    require_size(vocab=vocab)
-    require_size(0, N=N)
+    checks.require_size(vocab=vocab)
+    checks.require_size(0, N=N)
     attn = MultiHeadedAttention(h, d_model, dropout, kv_heads, qk_norm=qk_norm)
     rotary = _rotary(positions, attn.d_k, max_len, rope_theta, learned_positions)
     ff = PositionwiseFeedForward(d_model, d_ff, dropout, activation)
     layer = EncoderLayer(d_model, attn, ff, dropout, norm_first, norm, is_causal=True)
     decoder = Encoder(layer, N, norm if norm_first else None, rotary)
     tokens, generator = Embeddings(d_model, vocab, padding_idx), Generator(d_model, vocab)
-    if require_flag("tie_generator", tie_generator):
+    if checks.require_flag("tie_generator", tie_generator):
         generator.proj.weight = tokens.lut.weight
     last: nn.Module = make_dropout(dropout)
     if rotary is None:
@@ -199,20 +192,20 @@ def _rotary(
     positions: str, dim: int, max_len: int, theta: float | None, learned: bool
 ) -> RotaryEmbedding | None:
     """Return the rotary positions of heads of `dim` features, or None for sinusoidal ones."""
-    if require_choice("positions", positions, POSITIONS) == "sinusoidal":
+    if checks.require_choice("positions", positions, POSITIONS) == "sinusoidal":
         if theta is not None:
             raise ValueError(
                 f"rope_theta is {theta} with positions 'sinusoidal', which have no base; expected "
                 "None, or positions 'rotary'"
             )
         return None
-    if require_flag("learned_positions", learned):
+    if checks.require_flag("learned_positions", learned):
         raise ValueError("learned_positions is True with positions 'rotary'; expected False")
     if dim % 2:
         raise ValueError(f"d_model / h is {dim} with positions 'rotary'; expected an even number")
     if theta is None:
         return RotaryEmbedding(dim, max_len)
-    return RotaryEmbedding(dim, max_len, require_positive("rope_theta", theta))
+    return RotaryEmbedding(dim, max_len, checks.require_positive("rope_theta", theta))
 
 
 def _initialised(model: Model) -> Model:
@@ -249,7 +242,7 @@ class EncoderDecoder(nn.Module):
     ) -> None:
         super().__init__()
         embeds: dict[str, Any] = dict(src_embed=src_embed, tgt_embed=tgt_embed)
-        require_callable(encoder=encoder, decoder=decoder, **embeds, generator=generator)
+        checks.require_callable(encoder=encoder, decoder=decoder, **embeds, generator=generator)
         self.encoder = encoder
         self.decoder = decoder
         self.src_embed = src_embed
@@ -264,12 +257,32 @@ class EncoderDecoder(nn.Module):
         tgt_mask: Tensor | Packing | None,
     ) -> Tensor:
         require_packings(src_mask, tgt_mask)
-        return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
+        first, second = self._seeds()
+        memory = self.encode(src, src_mask, **first)
+        return self.decode(memory, src_mask, tgt, tgt_mask, **second)
 
-    def encode(self, src: Tensor, src_mask: Tensor | Packing | None) -> Tensor:
+    def _seeds(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the seeds of a whole forward as keyword arguments of `encode` and `decode`; none,
+        if a subclass has its own of these methods.
+        """
+        if (type(self).encode, type(self).decode) != (EncoderDecoder.encode, EncoderDecoder.decode):
+            return {}, {}
+        sites = _sites(self.encoder)
+        seeds = Seeds(sites + _sites(self.decoder))
+        return {"_seeds": seeds}, {"_seeds": seeds.after(sites)}
+
+    def encode(
+        self,
+        src: Tensor,
+        src_mask: Tensor | Packing | None,
+        *,
+        _seeds: Seeds | None = None,
+    ) -> Tensor:
         """Return the memory [B, S, d_model] of src [B, S], [tokens, d_model] of a packed batch."""
-        require_tensor("src", src)
-        return self.encoder(_embedded(self.src_embed, "src", src, src_mask), src_mask)
+        checks.require_tensor("src", src)
+        seeds = _seeds or Seeds(_sites(self.encoder))
+        x = _embedded(self.src_embed, "src", src, src_mask, seeds=seeds)
+        return self.encoder(x, src_mask, **_after_embedding(self.encoder, seeds))
 
     def decode(
         self,
@@ -278,6 +291,8 @@ class EncoderDecoder(nn.Module):
         tgt: Tensor,
         tgt_mask: Tensor | Packing | None,
         cache: DecoderCache | None = None,
+        *,
+        _seeds: Seeds | None = None,
     ) -> Tensor:
         """Return the decoder's output [B, T, d_model] for memory [B, S, d_model] and tgt [B, T], or
         [tokens, d_model] of a packed batch.
@@ -286,10 +301,12 @@ class EncoderDecoder(nn.Module):
         causal: tgt_mask, whose last dimension counts both, may be None. The keys and values of the
         memory are computed once: later steps pass the same memory again, or None.
         """
-        require_tensor("tgt", tgt)
+        checks.require_tensor("tgt", tgt)
         require_cache(cache)
-        x = _embedded(self.tgt_embed, "tgt", tgt, tgt_mask, cache)
-        return self.decoder(x, memory, src_mask, tgt_mask, cache)
+        seeds = _seeds or Seeds(_sites(self.decoder))
+        x = _embedded(self.tgt_embed, "tgt", tgt, tgt_mask, cache, seeds=seeds)
+        own = _after_embedding(self.decoder, seeds)
+        return self.decoder(x, memory, src_mask, tgt_mask, cache, **own)
 
 
 class LanguageModel(nn.Module):
@@ -310,7 +327,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, embed: nn.Module, decoder: Encoder, generator: Generator) -> None:
         super().__init__()
-        require_callable(embed=embed, decoder=decoder, generator=generator)
+        checks.require_callable(embed=embed, decoder=decoder, generator=generator)
         self.embed = embed
         self.decoder = decoder
         self.generator = generator
@@ -321,9 +338,21 @@ class LanguageModel(nn.Module):
         mask: Tensor | Packing | None = None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        require_tensor("tokens", tokens)
+        checks.require_tensor("tokens", tokens)
         require_cache(cache)
-        return self.decoder(_embedded(self.embed, "tokens", tokens, mask, cache), mask, cache)
+        seeds = Seeds(_sites(self.decoder))
+        x = _embedded(self.embed, "tokens", tokens, mask, cache, seeds=seeds)
+        return self.decoder(x, mask, cache, **_after_embedding(self.decoder, seeds))
+
+
+def _sites(stack: nn.Module) -> int:
+    """Return how many dropout seeds a stack takes, and the embedding before it."""
+    return 1 + getattr(stack, "_sites", 0)
+
+
+def _after_embedding(stack: nn.Module, seeds: Seeds) -> dict[str, Any]:
+    """Return the seeds of a stack as keyword argument, if it takes them."""
+    return {"_seeds": seeds.after(1)} if runs_forward_of(stack, Encoder, Decoder) else {}
 
 
 def _embedded(
@@ -332,36 +361,41 @@ def _embedded(
     tokens: Tensor,
     mask: Tensor | Packing | None,
     cache: DecoderCache | None = None,
+    *,
+    seeds: Seeds,
 ) -> Tensor:
     """Return embed(tokens) for tokens [B, S] after those in the cache, or for the [tokens] of a
     packed batch at their positions, whose `Packing` is the mask.
     """
     if not isinstance(mask, Packing):
         if tokens.dim() < 2:
-            raise ValueError(
-                f"{name} has shape {shape_of(tokens)}; expected [B, S], or a Packing as its mask"
-            )
+            raise checks.wrong_shape(name, tokens, "[B, S], or a Packing as its mask")
         held, start = (0, None) if cache is None else (cache.longest, cache.start())
-        return _embedded_from(embed, tokens, start, held)
+        return _embedded_from(embed, tokens, start, held, seeds)
     if cache is not None:
         raise ValueError("cache is given together with a Packing; expected None")
     if backends.sequences_are_sharded():
         raise ValueError("a Packing is given within context_parallel; expected a padded batch")
     require_tokens(name, tokens, mask)
     if tokens.dim() != 1:
-        raise ValueError(f"{name} has shape {shape_of(tokens)}; expected [tokens], as it is packed")
+        raise checks.wrong_shape(name, tokens, "[tokens], as it is packed")
     for part in embed.children():
         if isinstance(part, PositionalEncoding):
             require_longest(name, mask, part.pe.shape[1])
     rows = tokens.unsqueeze(1)  # of one token, which begin at their positions
-    return _embedded_from(embed, rows, mask.positions, max(0, mask.length - 1)).squeeze(1)
+    longest = max(0, mask.length - 1)
+    return _embedded_from(embed, rows, mask.positions, longest, seeds).squeeze(1)
 
 
 def _embedded_from(
-    embed: nn.Module, tokens: Tensor, start: int | Tensor | None, held: int
+    embed: nn.Module,
+    tokens: Tensor,
+    start: int | Tensor | None,
+    held: int,
+    seeds: Seeds,
 ) -> Tensor:
     """Return embed(tokens) for tokens [B, S] that begin at the positions `start`, at most `held`,
-    by one kernel if it can.
+    by one kernel if it can. seeds: those of the model, from the embedding's on.
     """
     parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
     rotary = _is_without_positions(embed)
@@ -382,11 +416,13 @@ def _embedded_from(
         pe = rows.flatten(0, 1)
         if len(rows) != 1:  # each row has its own positions: make it one long row
             tokens = tokens.reshape(1, -1)
+    p = dropout_probability(dropout)
     out = functional.embed(
         tokens,
         lut.weight,
         None if pe is None else pe.to(lut.weight.dtype),
-        dropout_probability(dropout),
+        p,
+        dropout_seed=seeds.of(0, lut.weight.device) if p else None,
         scale=math.sqrt(embeddings.d_model),
         padding_idx=lut.padding_idx,
     )
@@ -439,7 +475,7 @@ class Generator(AliasedModule):
 
     def __init__(self, d_model: int, vocab: int) -> None:
         super().__init__()
-        require_size(d_model=d_model, vocab=vocab)
+        checks.require_size(d_model=d_model, vocab=vocab)
         self.proj = nn.Linear(d_model, vocab)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -452,5 +488,5 @@ def subsequent_mask(size: int) -> Tensor:
 
     Raises ValueError if size is negative, TypeError if it is not an int.
     """
-    require_size(0, size=size)
+    checks.require_size(0, size=size)
     return torch.ones(1, size, size, dtype=torch.bool).tril()

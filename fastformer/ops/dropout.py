@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastformer.checks import draw_seeds
 from fastformer.description import row_shard
 from fastformer.eager import may_read
 
@@ -301,14 +300,26 @@ def _philox_by_numpy(
 class _Ahead(threading.local):
     """What this thread has drawn ahead, within `drawn_ahead`.
 
-    plans: by the name of a context, the draws of its last run, with None for a large mask; or None.
-    requests: the draws of this run, None outside. masks: those drawn ahead, by seed and draw.
+    plans: by the name of a context, the draws of its last run, by site; or None. planned:
+    the seeds and the plan of this run, until the first draw. requests: the draws of this run, by
+    seed, None outside. masks: those drawn ahead, by seed and draw.
     """
 
     def __init__(self) -> None:
-        self.plans: dict[object, list[Any] | None] = {}
-        self.requests: list[Any] | None = None
+        self.plans: dict[object, dict[int, Any] | None] = {}
+        self.planned: tuple[Any, dict[int, Any]] | None = None
+        self.requests: dict[int, Any] | None = None
         self.masks: dict[Any, Tensor] = {}
+
+    def draw(self) -> None:
+        """Draw the masks of the plan, once the seeds are known."""
+        if self.planned is None or self.planned[0].drawn is None:
+            return
+        (seeds, plan), self.planned = self.planned, None
+        for request in set(plan.values()):
+            own = seeds.drawn[[site for site, other in plan.items() if other == request]]
+            masks = request[0](own, *request[1:]).chunk(len(own))
+            self.masks.update(zip(((n, request) for n in own.tolist()), masks))
 
 
 _ahead = _Ahead()
@@ -316,36 +327,32 @@ _MOST_AHEAD, _MOST_PLANS = 1 << 16, 256  # elements of a mask; larger ones gain 
 
 
 @contextmanager
-def drawn_ahead(name: object) -> Iterator[None]:
+def drawn_ahead(name: object, seeds: Any) -> Iterator[None]:
     """A context that draws the masks of equal sizes in one pass, on a CPU: a small mask alone costs
     as much overhead as arithmetic.
 
-    It expects the draws that the last context of this name made, with the next seeds of torch's
-    generator, of which it asks a copy. A mask that was expected wrongly is not used, so that the
-    context changes the time alone.
+    It expects the draws that the last context of this name made, at the same sites. A mask that was
+    expected wrongly is not used, so that the context changes the time alone.
+
+    seeds: the `Seeds` of the model. name: of contexts with as many sites.
     """
     state = _ahead
     if state.requests is not None:  # within another one
         yield
         return
-    plan = state.plans.pop(name, [])
-    if plan:
-        generator = torch.Generator()
-        generator.set_state(torch.get_rng_state())
-        seeds = draw_seeds(len(plan), None, generator)
-        for request in set(plan) - {None}:
-            own = seeds[[n for n, other in enumerate(plan) if other == request]]
-            masks = request[0](own, *request[1:]).chunk(len(own))
-            state.masks.update(zip(((n, request) for n in own.tolist()), masks))
-    state.requests = []
+    plan = state.plans.pop(name, {})
+    state.planned, state.requests = (seeds, plan) if plan else None, {}
     try:
         yield
     finally:
         if len(state.plans) >= _MOST_PLANS:
             state.plans.clear()
         # Masks that are left over were expected wrongly: none of this name are, from now on.
-        state.plans[name] = None if state.masks or plan is None else state.requests
-        state.requests = None
+        requests, state.requests = state.requests, None
+        known = enumerate(seeds.drawn.tolist() if requests and seeds.drawn is not None else [])
+        found = {site: requests[n] for site, n in known if n in requests}
+        state.plans[name] = None if state.masks or plan is None else found
+        state.planned = None
         state.masks.clear()
 
 
@@ -353,11 +360,13 @@ def _drawn(draw: Callable[..., Tensor], seed: Tensor, *given: Any) -> Tensor:
     """Return draw(seed, *given), which may have been drawn ahead."""
     if _ahead.requests is None or not seed.is_cpu:
         return draw(seed, *given)
-    request = draw, *given
-    mask = _ahead.masks.pop((int(seed), request), None)
+    _ahead.draw()
+    number, request = int(seed), (draw, *given)
+    mask = _ahead.masks.pop((number, request), None)
     if mask is None:
         mask = draw(seed, *given)
-    _ahead.requests.append(request if mask.numel() <= _MOST_AHEAD else None)
+    if mask.numel() <= _MOST_AHEAD:
+        _ahead.requests[number] = request
     return mask
 
 

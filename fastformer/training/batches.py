@@ -19,8 +19,6 @@ from fastformer import checks
 from fastformer.nn.padding import Packing, packing_of, unpad
 from fastformer.nn.transformer import subsequent_mask
 
-__all__ = ["Batch"]
-
 
 class Batch:
     """A batch of sources and targets, with their masks.
@@ -92,7 +90,7 @@ class Batch:
             return
         checks.require_token_ids("tgt", tgt)
         if tgt.shape[1] < 2:
-            raise ValueError(f"tgt has shape {list(tgt.shape)}; expected two columns or more")
+            raise checks.wrong_shape("tgt", tgt, "two columns or more")
         self.tgt = tgt[:, :-1]
         self.tgt_y = tgt[:, 1:]
         if src is not None:

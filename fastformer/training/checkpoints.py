@@ -1,7 +1,7 @@
 """Checkpoints of a training run, of one process or of several, by torch.distributed.checkpoint.
 
 A folder step-N holds the model, the optimizer, the schedule, the losses of N steps and the state of
-torch's generators. Any way of training reads what another has saved.
+torch's generators. Each form of training reads what another has saved.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fastformer.checks import require_size
+from fastformer.checks import require_instance, require_size
 from fastformer.distributed.parallelize import require_same_ranks
-
-__all__ = ["Checkpoints"]
 
 FORMAT = "fastformer checkpoint, version 1"
 EVERY = 10  # steps
@@ -66,8 +64,7 @@ class Checkpoints:
     def __init__(
         self, folder: str | os.PathLike[str], settings: Mapping[str, Any], every: int = EVERY
     ) -> None:
-        if not isinstance(folder, (str, os.PathLike)):
-            raise TypeError(f"folder is a {type(folder).__name__}; expected a path")
+        require_instance("folder", folder, (str, os.PathLike), "a path")
         if not isinstance(settings, Mapping) or "steps" not in settings:
             raise ValueError(f"settings is {settings!r}; expected numbers by name, with 'steps'")
         require_size(steps=settings["steps"], every=every)
@@ -107,8 +104,8 @@ class Checkpoints:
                 _raise_interrupt(error)
                 if _is_first():
                     reason = _reason(error)
-                    told = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
-                    warnings.warn(told, stacklevel=2)
+                    message = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
+                    warnings.warn(message, stacklevel=2)
             else:
                 self.resumed_from = path
                 return done, losses
@@ -153,8 +150,8 @@ class Checkpoints:
                 reason = _reason(error)
                 if not isinstance(reason, (OSError, RuntimeError)):
                     raise
-                told = f"checkpoint {path} cannot be written: {reason}"
-                raise OSError(told) from None
+                message = f"checkpoint {path} cannot be written: {reason}"
+                raise OSError(message) from None
         if _is_first():
             for step in self._found()[KEPT:]:
                 old = self._folder / f"step-{step}"

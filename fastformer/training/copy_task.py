@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import require_size
+from fastformer.checks import require_positive, require_size
 from fastformer.decoding.search import greedy_decode
 from fastformer.dispatch.backends import explain, use_backend
 from fastformer.nn.attention import MultiHeadedAttention
@@ -38,21 +38,6 @@ from fastformer.training.training import (
     make_optimizer,
     run_epoch,
 )
-
-__all__ = [
-    "CopyData",
-    "OneProcess",
-    "Run",
-    "Settings",
-    "attention_maps",
-    "compare",
-    "faults",
-    "interpreted",
-    "loss_difference",
-    "summary",
-    "train",
-    "verdict",
-]
 
 PAD, START = 0, 1
 DEFAULT_STEPS = 400
@@ -100,8 +85,7 @@ class Settings:
         for name in ("dropout", "smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number in [0, 1)")
-        if not (0 < self.factor < math.inf):
-            raise ValueError(f"factor is {self.factor}; expected a positive number")
+        require_positive("factor", self.factor)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -205,6 +189,7 @@ class OneProcess:
 
     def place(self, model: EncoderDecoder) -> nn.Module:
         """Return the module to train: the model, or a wrapper or sharded version of it."""
+        self.model = model
         return model
 
     def begin(
@@ -236,8 +221,7 @@ class OneProcess:
 
     def gathered(self, model: nn.Module, settings: Settings) -> EncoderDecoder:
         """Return an unsharded model with the trained parameters."""
-        assert isinstance(model, EncoderDecoder)
-        return model
+        return self.model
 
 
 def train(
@@ -245,55 +229,44 @@ def train(
     backend: str,
     limit: float = INTERPRETED_SECONDS,
     verbose: bool = True,
-    way: OneProcess | None = None,
+    trainer: OneProcess | None = None,
 ) -> Run:
     """Train a model from `settings.seed`, and decode the sentence before and after training.
 
     Interpreted kernels train as many steps as fit into `limit` seconds, and at least three. Raises
     RuntimeError if the backend cannot run on the device.
     """
-    return _trained(settings, backend, limit, verbose, way or OneProcess())[0]
-
-
-def _trained(
-    settings: Settings, backend: str, limit: float, verbose: bool, way: OneProcess
-) -> tuple[Run, EncoderDecoder]:
-    is_interpreted = interpreted(backend, settings.device)
+    trainer, is_interpreted = trainer or OneProcess(), interpreted(backend, settings.device)
     write = _write_line if verbose else (lambda line: None)
     where = ", in Triton's interpreter on the CPU" if is_interpreted else ""
-    write(f"\n{backend}{way.name}{where}")
+    write(f"\n{backend}{trainer.name}{where}")
     data: Iterable[Batch] = CopyData(settings)
     if is_interpreted:
-        from fastformer.kernels import interpreter
-
-        interpreter.repair()
-    if is_interpreted and limit < math.inf:
-        data = _items_within(data, limit, INTERPRETED_STEPS)
-        write(_INTERPRETED_NOTE.format(limit))
+        data = _interpreted_steps(data, limit, write)
 
     with use_backend(backend):
         torch.manual_seed(settings.seed)
         model = settings.model()
         write("  untrained: " + _arrow(settings, _decode(settings, model.eval())))
         model.train()
-        placed = way.place(model)
+        placed = trainer.place(model)
         optimizer, scheduler = make_optimizer(
             placed.parameters(), settings.d_model, settings.factor, settings.warmup
         )
         criterion = LabelSmoothing(settings.vocab, PAD, settings.smoothing)
         compute = SimpleLossCompute(model.generator, criterion)
-        done, losses = way.begin(placed, optimizer, scheduler)
-        if done and way.checkpoints is not None:
-            write(f"  resumes from {way.checkpoints.resumed_from}, after {done} steps")
+        done, losses = trainer.begin(placed, optimizer, scheduler)
+        if done and trainer.checkpoints is not None:
+            write(f"  resumes from {trainer.checkpoints.resumed_from}, after {done} steps")
         speeds: list[float] = []
 
         def parts() -> Iterator[Batch]:
             for batch in islice(data, done, None):
-                yield way.local_batch(batch)
-                way.end_step(losses)  # run_epoch asks for the next batch after the step
+                yield trainer.local_batch(batch)
+                trainer.end_step(losses)  # run_epoch asks for the next batch after the step
 
         def recorded(x: Tensor, y: Tensor, norm: Tensor) -> Tensor:
-            loss = way.global_loss(compute(x, y, norm))
+            loss = trainer.global_loss(compute(x, y, norm))
             losses.append(loss.detach())
             return loss
 
@@ -306,7 +279,7 @@ def _trained(
         started, decoded, decoding, interrupted = time.perf_counter(), None, None, False
         try:
             if done < settings.steps:
-                with way.sequences():
+                with trainer.sequences():
                     run_epoch(
                         parts(),
                         placed,
@@ -320,18 +293,34 @@ def _trained(
                     )
             else:
                 write(f"  the checkpoint has all of the {done} steps")
-            speed = statistics.median(speeds or [math.nan])
-            write(_trained_line(settings, len(losses), time.perf_counter() - started, speed))
-            model = way.gathered(placed, settings)
+            seconds, speed = time.perf_counter() - started, statistics.median(speeds or [math.nan])
+            trained = f"  trained {len(losses)} of {settings.steps} steps"
+            write(f"{trained} in {seconds:.1f} s, {speed:,.0f} tokens/s")
+            model = trainer.gathered(placed, settings)
             if len(losses) == settings.steps:
-                timed = way.timed and not is_interpreted
+                timed = trainer.timed and not is_interpreted
                 decoded, decoding = _decoded(settings, model, timed, write)
         except KeyboardInterrupt:
             interrupted = True
-    speed, parallel = statistics.median(speeds or [math.nan]), way.name.removeprefix(", ") or None
+    speed, parallel = (
+        statistics.median(speeds or [math.nan]),
+        trainer.name.removeprefix(", ") or None,
+    )
     result = [float(loss) for loss in losses]
-    run = Run(backend, is_interpreted, result, speed, decoded, decoding, parallel, interrupted)
-    return run, model
+    return Run(backend, is_interpreted, result, speed, decoded, decoding, parallel, interrupted)
+
+
+def _interpreted_steps(
+    data: Iterable[Batch], limit: float, write: Callable[[str], None]
+) -> Iterable[Batch]:
+    """Return the batches that Triton's interpreter trains: as many as fit into `limit` seconds."""
+    from fastformer.kernels import interpreter
+
+    interpreter.repair()
+    if limit == math.inf:
+        return data
+    write(_INTERPRETED_NOTE.format(limit))
+    return _items_within(data, limit, INTERPRETED_STEPS)
 
 
 _INTERPRETED_NOTE = (
@@ -339,10 +328,6 @@ _INTERPRETED_NOTE = (
     f"  the same run: as many as fit into {{:.0f}} s, and at least {INTERPRETED_STEPS}.\n"
     "  --full trains all of them. The speed says nothing about the kernels.)"
 )
-
-
-def _trained_line(settings: Settings, done: int, seconds: float, speed: float) -> str:
-    return f"  trained {done} of {settings.steps} steps in {seconds:.1f} s, {speed:,.0f} tokens/s"
 
 
 def _decoded(
@@ -368,12 +353,10 @@ def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tenso
 
     The decoder reads the sentence without its last symbol, and predicts it without its first.
     """
-    model = _trained(settings, backend, INTERPRETED_SECONDS, True, OneProcess())[1].eval()
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, MultiHeadedAttention)
-    }
+    trainer = OneProcess()
+    train(settings, backend, trainer=trainer)
+    model = trainer.model.eval()
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, MultiHeadedAttention)}
     for layer in layers.values():
         layer.keep_attention = True
     sentence = torch.tensor([settings.sentence], device=settings.device)
@@ -383,20 +366,20 @@ def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tenso
     return {name: layer.attn[0] for name, layer in layers.items() if layer.attn is not None}
 
 
-def _decode(settings: Settings, model: EncoderDecoder) -> list[int]:
+def _decode(settings: Settings, model: EncoderDecoder, length: int = 0, cache: Any = True) -> Any:
+    """Return `length` tokens of the copy of the sentence, by default all."""
     src = torch.tensor([settings.sentence], device=settings.device)
-    mask = torch.ones_like(src, dtype=torch.bool).unsqueeze(-2)
-    return greedy_decode(model, src, mask, settings.length, START)[0].tolist()
+    tokens = greedy_decode(model, src, None, length or settings.length, START, cache=cache)
+    return tokens[0].tolist()
 
 
 def _decoding_speeds(settings: Settings, model: EncoderDecoder) -> tuple[float, float]:
     """Return the tokens per second of greedy decoding, with a cache and without one."""
-    src = torch.tensor([settings.sentence], device=settings.device)
     speeds = []
     for cache in (DecoderCache(DECODED_TOKENS), False):
         for length in (3, DECODED_TOKENS):  # the short run compiles the kernels
             started = time.perf_counter()
-            greedy_decode(model, src, None, length, START, cache=cache)[0].tolist()
+            _decode(settings, model, length, cache)
             seconds = time.perf_counter() - started
         speeds.append((DECODED_TOKENS - 1) / seconds)
     return speeds[0], speeds[1]
@@ -521,12 +504,12 @@ def compare(
     )
     runs: list[Run] = []
     for backend in backends:
-        way = OneProcess()
+        trainer = OneProcess()
         if checkpoints is not None:
             folder = checkpoints / backend if len(backends) > 1 else checkpoints
-            way = OneProcess(Checkpoints(folder, settings.plain))
+            trainer = OneProcess(Checkpoints(folder, settings.plain))
         try:
-            runs.append(train(settings, backend, limit=limit, way=way))
+            runs.append(train(settings, backend, limit=limit, trainer=trainer))
         except KeyboardInterrupt:  # before the first step
             is_interpreted = interpreted(backend, settings.device)
             runs.append(Run(backend, is_interpreted, [], math.nan, None, interrupted=True))

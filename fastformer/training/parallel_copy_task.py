@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from fastformer.checks import require_size
 from fastformer.distributed.context_parallel import context_parallel
 from fastformer.distributed.parallelize import parallelize, require_same_ranks, sequences_from
-from fastformer.nn.padding import Packing
 from fastformer.nn.transformer import EncoderDecoder
 from fastformer.training.batches import Batch
 from fastformer.training.checkpoints import EVERY, Checkpoints
@@ -46,9 +45,7 @@ from fastformer.training.copy_task import (
     train,
 )
 
-__all__ = ["WAYS", "Parallel", "compare", "data_parallel", "process_group"]
-
-WAYS = ("ddp", "fsdp", "tensor", "context")
+METHODS = ("ddp", "fsdp", "tensor", "context")
 TOLERANCE = 1e-5  # of the loss difference from one process, in float32
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -99,19 +96,19 @@ def data_parallel(model: nn.Module) -> nn.Module:
     return DDP(model, **option)
 
 
-def compare(settings: Settings, backend: str, way: Parallel) -> tuple[list[Run], list[str]]:
-    """Train by `way`, train the first steps in one process, and compare the losses.
+def compare(settings: Settings, backend: str, trainer: Parallel) -> tuple[list[Run], list[str]]:
+    """Train by `trainer`, train the first steps in one process, and compare the losses.
 
     Print the largest loss difference. Return both runs, and the faults, one sentence each: it is
     too large, or the model does not copy after the default number of steps or more. An interrupted
     run is the last one, and has no faults.
     """
-    write = way.rank == 0
+    write = trainer.rank == 0
     few = replace(settings, steps=min(settings.steps, COMPARED_STEPS))
     alone = train(few, backend, math.inf, False, OneProcess(timed=False))
     if alone.interrupted:
         return [alone], []
-    run = train(settings, backend, math.inf, write, way)
+    run = train(settings, backend, math.inf, write, trainer)
     if run.interrupted:
         return [alone, run], []
     pairs = zip(alone.losses, run.losses, strict=False)
@@ -131,32 +128,32 @@ class Parallel(OneProcess):
     """Training by several processes of the default process group.
 
     Args:
-        way: the parallelism, one of `WAYS`.
+        method: the parallelism, one of `METHODS`.
         settings: of the copy task. For "ddp" and "fsdp", the batch has to be a multiple of the
             number of processes.
         folder, every: as in `Checkpoints`; a folder of None saves no checkpoints.
 
-    Raises ValueError, on all ranks, if way is unknown, every is less than 1, the batch does not
+    Raises ValueError, on all ranks, if method is unknown, every is less than 1, the batch does not
     divide by the number of processes, or the settings differ between the ranks.
     """
 
     def __init__(
         self,
-        way: str,
+        method: str,
         settings: Settings,
         folder: Path | None = None,
         every: int = EVERY,
     ) -> None:
-        if way not in WAYS:
-            raise ValueError(f"way is {way!r}; expected one of {', '.join(WAYS)}")
-        self.way, self.rank, self.size = way, dist.get_rank(), dist.get_world_size()
+        if method not in METHODS:
+            raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
+        self.method, self.rank, self.size = method, dist.get_rank(), dist.get_world_size()
         require_size(every=every)
         saved = None if folder is None else Checkpoints(folder, settings.plain, every)
         super().__init__(saved, timed=False)
         torch.manual_seed(settings.seed)
-        require_same_ranks(settings=settings.plain, way=way)
-        self.name = f", {way} on {self.size} processes"
-        self._splits = way in ("ddp", "fsdp")  # the batch dimension is sharded
+        require_same_ranks(settings=settings.plain, method=method)
+        self.name = f", {method} on {self.size} processes"
+        self._splits = method in ("ddp", "fsdp")  # the batch dimension is sharded
         if self._splits and settings.batch % self.size:
             raise ValueError(
                 f"batch is {settings.batch}; expected a multiple of the {self.size} processes"
@@ -166,17 +163,17 @@ class Parallel(OneProcess):
 
     def place(self, model: EncoderDecoder) -> nn.Module:
         kind = next(model.parameters()).device.type
-        if self.way == "ddp":
+        if self.method == "ddp":
             require_same_ranks(model)
             return data_parallel(model)
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=(self.way,))
-        if self.way == "context":
+        mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=(self.method,))
+        if self.method == "context":
             require_same_ranks(model)
             self._context = context_parallel(mesh)
             return data_parallel(_OfShards(self._context, model))
-        if self.way == "tensor":
+        if self.method == "tensor":
             return parallelize(model, mesh)
         from torch.distributed.fsdp import fully_shard
 
@@ -201,7 +198,7 @@ class Parallel(OneProcess):
         return local
 
     def global_loss(self, loss: Tensor) -> Tensor:
-        if self.way == "tensor":
+        if self.method == "tensor":
             return loss
         total = loss.detach().clone()
         dist.all_reduce(total)
@@ -234,20 +231,15 @@ class _OfShards(EncoderDecoder):
         super().__init__(model.encoder, model.decoder, *embeddings, model.generator)
         self._context = context
 
-    def forward(
-        self,
-        src: Tensor,
-        tgt: Tensor,
-        src_mask: Tensor | Packing | None,
-        tgt_mask: Tensor | Packing | None,
-    ) -> Tensor:
-        assert isinstance(src_mask, Tensor) and isinstance(tgt_mask, Tensor)
+    def forward(self, src: Tensor, tgt: Tensor, src_mask: Any, tgt_mask: Any) -> Tensor:
         context = self._context
         src_mask, tgt_mask = (context.pad(x, 2, False) for x in (src_mask, tgt_mask))
+        first, second = self._seeds()
         with context.of_length(src.shape[1]):
-            memory = self.encode(self._part(src, PAD), src_mask)
+            memory = self.encode(self._part(src, PAD), src_mask, **first)
         with context.of_length(tgt.shape[1]):
-            return self.decode(memory, src_mask, self._part(tgt, PAD), self._part(tgt_mask, False))
+            tgt, tgt_mask = self._part(tgt, PAD), self._part(tgt_mask, False)
+            return self.decode(memory, src_mask, tgt, tgt_mask, **second)
 
     def _part(self, x: Tensor, padding: float) -> Tensor:
         return self._context.shard(self._context.pad(x, 1, padding), 1)

@@ -23,9 +23,7 @@ from fastformer.training.training import LabelSmoothing, rate
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PICTURES", "Picture", "attention_maps", "heat_map", "lines", "loss_curves"]
-__all__ += ["require_format"]
-
+BELOW: dict[str, Any] = dict(loc="outside lower center", ncols=2)  # legends hide no curve
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
@@ -60,13 +58,8 @@ def lines(series: Series, title: str, x: str, y: str) -> Figure:
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     if len(series) > 1:
-        _legend(figure)
+        figure.legend(**BELOW)
     return figure
-
-
-def _legend(figure: Figure) -> None:
-    """Put the legend below the axes, where it hides no curve."""
-    figure.legend(loc="outside lower center", ncols=2)
 
 
 def _array(values: Tensor) -> Any:
@@ -143,7 +136,7 @@ def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None)
     axes.set_ylabel("loss per token")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    _legend(figure)
+    figure.legend(**BELOW)
     if title is not None:
         axes.set_title(title)
     return figure
@@ -165,7 +158,7 @@ def _dimensions() -> Series:
 
 
 _TARGETS = (2, 1, 0, 3, 3)
-_PADDED = {0: "0: padding"}
+_CLASSES = ["0: padding", "1", "2", "3", "4"]
 
 
 def _smoothed_targets() -> Tensor:
@@ -219,10 +212,7 @@ PICTURES = {
             "token that is predicted",
             "token that is right",
             "target probability",
-            (
-                [_PADDED.get(i, str(i)) for i in range(5)],
-                [_PADDED.get(i, str(i)) for i in _TARGETS],
-            ),
+            (_CLASSES, [_CLASSES[i] for i in _TARGETS]),
         ),
     ),
     "relu": Picture(_relu, lambda data: lines(data, "relu(x) = max(x, 0)", "x", "relu(x)")),

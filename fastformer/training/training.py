@@ -12,10 +12,9 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +25,11 @@ from tqdm.auto import tqdm
 from fastformer import checks
 from fastformer.dispatch import backends
 from fastformer.eager import may_read
-from fastformer.nn.padding import Packing
 from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import EncoderDecoder, Generator, LanguageModel
 from fastformer.ops import functional
 from fastformer.training.batches import Batch
-
-__all__ = [
-    "LabelSmoothing",
-    "SimpleLossCompute",
-    "make_optimizer",
-    "rate",
-    "run_epoch",
-]
+from fastformer.training.updates import GraphedUpdates, Updates
 
 
 class LabelSmoothing(nn.Module):
@@ -119,25 +110,20 @@ class LabelSmoothing(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         checks.require_floating(x=x)
-        checks.require_tensor("target", target, "an integer tensor")
-        if target.dtype not in checks.INTEGERS:
-            raise TypeError(f"target has dtype {target.dtype}; expected integers")
+        checks.require_integers("target", target)
         if x.dim() < 1 or x.shape[-1] != self.size:
-            raise ValueError(f"x has shape {list(x.shape)}; expected [..., size] with {self.size}")
+            raise checks.wrong_shape("x", x, f"[..., size] with {self.size}")
         if target.shape != x.shape[:-1]:
-            raise ValueError(
-                f"target has shape {list(target.shape)}; "
-                f"expected {list(x.shape[:-1])}, as x {list(x.shape)}"
+            raise checks.wrong_shape(
+                "target", target, f"{list(x.shape[:-1])}, as x {list(x.shape)}"
             )
         checks.require_device("target", target, "x", x)
         if self.weight is not None:
             checks.require_device("weight", self.weight, "x", x)
         kept = self._kept(target)
-        if may_read(target) and kept.any():
-            low, high = (int(n) for n in target[kept].aminmax())
-            if low < 0 or high >= self.size:
-                bad = low if low < 0 else high
-                raise ValueError(f"target holds {bad}; expected 0 to size - 1 = {self.size - 1}")
+        if may_read(target):
+            expected = f"0 to size - 1 = {self.size - 1}"
+            checks.require_values("target", target[kept], self.size - 1, expected)
         if may_read(x.detach()) and x.numel():
             highest = float(x.detach().max())
             if highest > 1e-3:  # more than rounding
@@ -211,9 +197,7 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
     """
     checks.require_size(0, step=step)
     checks.require_size(model_size=model_size, warmup=warmup)
-    factor = checks.require_number("factor", factor)
-    if not 0 <= factor < math.inf:
-        raise ValueError(f"factor is {factor}; expected a finite number that is not negative")
+    factor = checks.require_not_negative("factor", factor)
     step = max(step, 1)
     return factor * model_size**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
@@ -280,9 +264,7 @@ class SimpleLossCompute:
         z_loss: float = 0.0,
     ) -> None:
         checks.require_callable("a module, or a function", generator=generator, criterion=criterion)
-        self.z_loss = checks.require_number("z_loss", z_loss)
-        if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss is {z_loss}; expected a finite number that is not negative")
+        self.z_loss = checks.require_not_negative("z_loss", z_loss)
         self.generator = generator
         self.criterion = criterion
 
@@ -290,15 +272,13 @@ class SimpleLossCompute:
         checks.require_tensor("x", x)
         checks.require_tensor("y", y)
         if x.dim() < 1 or y.numel() != math.prod(x.shape[:-1]):
-            raise ValueError(
-                f"y has shape {list(y.shape)}; expected the [B, T] of x {list(x.shape)}"
-            )
+            raise checks.wrong_shape("y", y, f"the [B, T] of x {list(x.shape)}")
         if isinstance(norm, Tensor):
             checks.require_tensor("norm", norm)
             if norm.is_meta and not x.is_meta:
                 raise ValueError(f"norm is on meta; expected the device of x, {x.device}")
             if norm.numel() != 1:
-                raise ValueError(f"norm has shape {list(norm.shape)}; expected one number")
+                raise checks.wrong_shape("norm", norm, "one number")
         else:
             checks.require_number("norm", norm, "a number, or a tensor of one")
         loss = self._fused(x, y)
@@ -357,6 +337,7 @@ def run_epoch(
     max_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    cuda_graph: bool = False,
 ) -> float:
     """Run the model on every batch and return the loss per token; with an optimizer, train it.
 
@@ -389,19 +370,28 @@ def run_epoch(
             torch.autocast on the device of the batch; None for the dtype of the parameters.
         scaler: scales the loss and unscales the gradients, which float16 needs. An update whose
             gradients are not finite is left out, and the scheduler does not step either.
+        cuda_graph: True captures the forward, the backward and the step of the optimizer in a CUDA
+            graph for each shape of batch, up to 16, in its second update, and replays it for the
+            later ones, with new dropout seeds: the host then launches one graph an update. The
+            optimizer needs torch's option `capturable`, as Adam has it; run_epoch sets it, and
+            turns the learning rate into a tensor on the device. Python code of the model runs in
+            the first two updates of a shape alone. What cannot be captured runs step by step, with
+            one warning that says why: batches on a CPU or packed, a model that reads a value on the
+            host, another optimizer, several processes, FASTFORMER_CHECK=1.
 
     Raises:
         ValueError: data has no batch, a batch has no target, a batch for a `LanguageModel` has a
             source or one for an `EncoderDecoder` has none, report_every or accumulation_steps is
             below 1, max_grad_norm is not positive and finite, autocast is another dtype, or
-            scheduler, max_grad_norm, scaler or more than one of accumulation_steps is given without
-            an optimizer.
+            scheduler, max_grad_norm, scaler, cuda_graph or more than one of accumulation_steps is
+            given without an optimizer, or cuda_graph beside a scaler, which reads values.
         TypeError: data is not an iterable of batches; model, loss_compute or report is not
             callable; optimizer or scheduler has no step(), or the optimizer no param_groups beside
             a max_grad_norm; progress is not True, False or None; another argument has a wrong type.
     """
-    _require_epoch(data, model, loss_compute, optimizer, scheduler)
-    _require_update(optimizer, accumulation_steps, max_grad_norm, autocast, scaler)
+    updates = Updates(model, loss_compute, optimizer, scheduler, max_grad_norm, autocast, scaler)
+    _require_epoch(data, updates)
+    _require_update(updates, accumulation_steps, cuda_graph)
     if report is not None:
         checks.require_callable("a function of batches, loss and tokens per second", report=report)
     checks.require_size(report_every=report_every)
@@ -410,7 +400,7 @@ def run_epoch(
         if report is None and not progress:
             report = _print_line
     checks.require_flag("progress", progress)
-    updates = _Updates(model, loss_compute, optimizer, scheduler, max_grad_norm, autocast, scaler)
+    losses = GraphedUpdates(updates).losses if cuda_graph else updates.losses
     meter, step = _Meter(), 0
     bar = tqdm(data, description, disable=not progress, file=sys.stdout, leave=False, unit="batch")
 
@@ -425,7 +415,7 @@ def run_epoch(
         while group := list(islice(batches, accumulation_steps)):
             for i, batch in enumerate(group, step + 1):
                 _require_batch(i, batch, model)
-            for batch, loss in updates.losses(group):
+            for batch, loss in losses(group):
                 step += 1
                 assert batch.ntokens is not None
                 meter.add(loss, batch.ntokens)
@@ -436,78 +426,6 @@ def run_epoch(
     if step == 0:
         raise ValueError("data holds no batch")
     return meter.loss / max(meter.tokens, 1)
-
-
-def _inputs(batch: Batch) -> tuple[Tensor | Packing | None, ...]:
-    """Return the arguments of the model; a batch without a source is for a language model."""
-    if batch.src is None:
-        return batch.tgt, batch.tgt_mask
-    return batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
-
-
-def _shares(group: list[Batch]) -> list[Tensor | None]:
-    """Return the share that each batch has of the group's tokens; None for a batch alone."""
-    if len(group) == 1:
-        return [None]
-    counts = [batch.ntokens for batch in group if batch.ntokens is not None]
-    total = sum(counts, torch.zeros_like(counts[0])).clamp(min=1)
-    return [count / total for count in counts]
-
-
-class _Updates(NamedTuple):
-    """How batches are run, and how their gradients change the parameters: see `run_epoch`."""
-
-    model: nn.Module
-    loss_compute: Callable[[Tensor, Tensor, Tensor], Tensor]
-    optimizer: Optimizer | None
-    scheduler: LRScheduler | None
-    max_grad_norm: float | None
-    autocast: torch.dtype | None
-    scaler: torch.amp.GradScaler | None
-
-    def losses(self, group: list[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield the batches of an update and their losses; the last one after the update."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        for i, (batch, share) in enumerate(zip(group, _shares(group)), 1):
-            last = i == len(group)
-            with nullcontext() if last else self._without_exchange():
-                loss = self._loss(batch)
-                if self.optimizer is not None:
-                    scaled = loss if share is None else loss * share
-                    (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
-            if last and self.optimizer is not None:
-                self._step(self.optimizer)
-            yield batch, loss.detach()
-
-    def _loss(self, batch: Batch) -> Tensor:
-        assert batch.tgt is not None and batch.tgt_y is not None and batch.ntokens is not None
-        kind = batch.tgt.device.type
-        with nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast):
-            return self.loss_compute(self.model(*_inputs(batch)), batch.tgt_y, batch.ntokens)
-
-    def _without_exchange(self) -> AbstractContextManager[None]:
-        """Return DistributedDataParallel's `no_sync`, so that only the last batch exchanges."""
-        no_sync = getattr(self.model, "no_sync", None)
-        return no_sync() if callable(no_sync) else nullcontext()
-
-    def _step(self, optimizer: Optimizer) -> None:
-        """Run a step of the optimizer and one of the scheduler, with the gradients as they are."""
-        if self.max_grad_norm is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(optimizer)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        skipped = False
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            scale = self.scaler.get_scale()
-            self.scaler.step(optimizer)
-            self.scaler.update()
-            skipped = self.scaler.get_scale() < scale  # the gradients were not finite
-        if self.scheduler is not None and not skipped:
-            self.scheduler.step()
 
 
 class _Meter:
@@ -536,10 +454,9 @@ class _Meter:
         return loss / max(tokens, 1), tokens / seconds
 
 
-def _require_epoch(
-    data: object, model: object, loss_compute: object, optimizer: object, scheduler: object
-) -> None:
+def _require_epoch(data: object, updates: Updates) -> None:
     """Check the arguments of `run_epoch`; warn of training in eval mode."""
+    model, loss_compute, optimizer, scheduler, *_ = updates
     if scheduler is not None and optimizer is None:
         raise ValueError("scheduler is given without an optimizer; expected both or neither")
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
@@ -557,14 +474,9 @@ def _require_epoch(
         )
 
 
-def _require_update(
-    optimizer: object,
-    accumulation_steps: int,
-    max_grad_norm: float | None,
-    autocast: object,
-    scaler: object,
-) -> None:
+def _require_update(updates: Updates, accumulation_steps: int, cuda_graph: bool) -> None:
     """Check the arguments of `run_epoch` that say how an update is made."""
+    *_, optimizer, _, max_grad_norm, autocast, scaler = updates
     checks.require_size(accumulation_steps=accumulation_steps)
     if max_grad_norm is not None:
         norm = checks.require_number("max_grad_norm", max_grad_norm, "a number, or None")
@@ -577,15 +489,21 @@ def _require_update(
                 "expected one of torch.optim"
             )
     if autocast is not None:
-        if not isinstance(autocast, torch.dtype):
-            raise TypeError(f"autocast is a {type(autocast).__name__}; expected a dtype, or None")
+        checks.require_instance("autocast", autocast, torch.dtype, "a dtype, or None")
         if autocast not in (torch.float16, torch.bfloat16):
             raise ValueError(f"autocast is {autocast}; expected torch.float16 or torch.bfloat16")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        kind = type(scaler).__name__
-        raise TypeError(f"scaler is a {kind}; expected a torch.amp.GradScaler, or None")
+    if scaler is not None:
+        expected = "a torch.amp.GradScaler, or None"
+        checks.require_instance("scaler", scaler, torch.amp.GradScaler, expected)
+    graph = checks.require_flag("cuda_graph", cuda_graph) or None
+    if graph and scaler is not None:
+        raise ValueError(
+            "cuda_graph is True beside a scaler, which reads values on the host; expected one"
+        )
     more = accumulation_steps if accumulation_steps > 1 else None
-    given = dict(accumulation_steps=more, max_grad_norm=max_grad_norm, scaler=scaler)
+    given = dict(
+        accumulation_steps=more, max_grad_norm=max_grad_norm, scaler=scaler, cuda_graph=graph
+    )
     for name, x in given.items():
         if x is not None and optimizer is None:
             raise ValueError(f"{name} is given without an optimizer; expected both or neither")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,11 +97,15 @@ def _run_paged(query, key_pages, value_pages, block_table, attention: Attention)
 
 
 def _run_backward(
-    grad_output, grad_lse, output, lse, statistics, needs, query, key, value, attention: Attention
+    grads, grad_output, grad_lse, output, lse, statistics, needs, query, key, value, attention
 ) -> list[Tensor]:
-    """Launch the backward. Returns [dq, dk, dv, dbias, dsinks]; those not needed are empty."""
+    """Launch the backward. Returns [dq, dk, dv, dbias, dsinks]; those not needed are empty. If
+    `grads` is not None, it is where dq, dk and dv are written.
+    """
     tensors = grad_output, grad_lse, output, lse, statistics  # hooks may have moved what is saved
     signature = *signature_of(query, key, value, attention), *map(layout, tensors), needs
+    if grads is not None:
+        signature = *signature, *map(layout, grads)
     plan = plans.get(signature)
     if plan is None:
         given = grad_output, output, query, key, value, lse, statistics
@@ -110,12 +114,14 @@ def _run_backward(
         now = grad_output, output, query, key, value, lse, statistics
         if any(x is not y for x, y in zip(given, now)):
             saved = output, lse, statistics
-            return _run_backward(grad_output, grad_lse, *saved, needs, query, key, value, attention)
-        made = BackwardPlan(grad_output, grad_lse, output, needs, query, key, value, attention)
+            outgoing = grads, grad_output, grad_lse, *saved
+            return _run_backward(*outgoing, needs, query, key, value, attention)
+        of_call = grad_output, grad_lse, output, needs, query, key, value, attention
+        made = BackwardPlan(*of_call, grads)
         plan = remembered(signature, made)
     with on_device(query):
         saved = output, lse, statistics
-        return plan.run(grad_output, grad_lse, *saved, query, key, value, attention)
+        return plan.run(grad_output, grad_lse, *saved, query, key, value, attention, grads)
 
 
 # --------------------------------------------------------------------------------------------- ops
@@ -160,11 +166,15 @@ def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
     "Tensor grad_sinks)",
     _fake_backward,
 )
-def backward(grad_output, grad_lse, query, key, value, *rest):
+def backward(*arguments):
     """Launch delta, then those of dK and dV, dQ and dBias that are needed."""
+    return tuple(_gradients(None, *arguments))
+
+
+def _gradients(grads, grad_output, grad_lse, query, key, value, *rest):
     *fields, output, lse, statistics, needs = rest
     saved = output, lse, statistics, tuple(needs)
-    return tuple(_run_backward(grad_output, grad_lse, *saved, query, key, value, unpack(fields)))
+    return _run_backward(grads, grad_output, grad_lse, *saved, query, key, value, unpack(fields))
 
 
 # ------------------------------------------------------------------------------------------ packed
@@ -219,16 +229,38 @@ def _fake_packed_backward(grad_output, grad_lse, query, key, value, *rest):
     "Tensor grad_sinks)",
     _fake_packed_backward,
 )
-def packed_backward(grad_output, grad_lse, query, key, value, *rest):
+def packed_backward(*arguments):
     """Launch delta, then those of dK and dV, and dQ that are needed, for a packed batch."""
+    grads = _packed_gradients(None, *arguments)
+    return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads)
+
+
+def _packed_gradients(grads, grad_output, grad_lse, query, key, value, *rest):
     *fields, output, lse, statistics, needs = rest
     inputs = map(_heads_first, (query, key, value))
     grad_output, output, lse = _heads_first(grad_output), _heads_first(output), lse.unsqueeze(0)
     grad_lse = None if grad_lse is None else grad_lse.unsqueeze(0)
     statistics = statistics.unsqueeze(0) if statistics.dim() == 3 else statistics
     saved = output, lse, statistics, tuple(needs)
-    grads = _run_backward(grad_output, grad_lse, *saved, *inputs, unpack(fields))
-    return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads)
+    grads = None if grads is None else tuple(map(_heads_first, grads))
+    return _run_backward(grads, grad_output, grad_lse, *saved, *inputs, unpack(fields))
+
+
+# ------------------------------------------------------------------------------------------- joint
+
+
+class Launchers(NamedTuple):
+    """What `joint.py` makes the ops over one projection from: the launchers of an op, and its fake.
+    The first argument of `gradients` is where dq, dk and dv are written.
+    """
+
+    forward: Any
+    fake: Any
+    gradients: Any
+
+
+PADDED = Launchers(forward, _fake, _gradients)
+PACKED = Launchers(packed_forward, _fake_packed, _packed_gradients)
 
 
 # ------------------------------------------------------------------------------------------- paged

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -571,12 +571,13 @@ class BackwardPlan(Plan):
         key: Tensor,
         value: Tensor,
         attention: Attention,
+        grads: Sequence[Tensor] | None = None,
     ) -> None:
         super().__init__(query, key, value, attention)
-        wide = self.tile.wide or _spans_int32(grad_output, output)
+        wide = self.tile.wide or _spans_int32(grad_output, output, *(grads or ()))
         self.tile = self.tile._replace(wide=wide)
         self.bias_grad = bias_grad(needs[3], attention.bias, key.shape[2])
-        like = [heads_like(x, x.shape[1], x.shape[3]) for x in (query, key, value)]
+        like = grads or [heads_like(x, x.shape[1], x.shape[3]) for x in (query, key, value)]
         self.grads = [(x.shape, x.stride()) for x in like]
         dq, dk, dv = (self.strides(x) for x in like)
         do = self.strides(grad_output)
@@ -687,13 +688,13 @@ class BackwardPlan(Plan):
         self.add("dbias", backward_dbias_kernel, programs, self.has, **own)
 
     def run(
-        self, grad_output, grad_lse, output, lse, statistics, query, key, value, attention
+        self, grad_output, grad_lse, output, lse, statistics, query, key, value, attention, grads
     ) -> list[Tensor]:
         """Launch the kernels. Returns [dq, dk, dv, dbias, dsinks]; gradients that are not needed
-        are empty.
+        are empty. dq, dk and dv are `grads`, unless it is None.
         """
         bias, optional = attention.bias, optional_inputs(query, attention)
-        dq, dk, dv = (
+        dq, dk, dv = grads or (
             query.new_empty_strided(*grad) if needed else query.new_empty(0)
             for grad, needed in zip(self.grads, self.needs)
         )

@@ -88,85 +88,36 @@ def buffers_of(cache):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_holds_what_was_appended(dtype, kind, device):
-    cache, listed = made(kind, dtype, device), Listed()
+def test_appends_crops_and_reorders_are_those_of_lists(dtype, kind, device):
+    """In an order drawn at random. The buffers stay while the batch has its size."""
+    cache, listed, rng = made(kind, dtype, device), Listed(), random.Random(1)
     buffers = buffers_of(cache)
-
-    def append(n):
-        new = entries(n, dtype, device)
-        cache.append(*new)
-        listed.append(*new)
-
-    for n in (13, 1, 4):
-        append(n)
-        check(cache, listed)
-    lengths = torch.tensor([2, 18, 15], device=device)
-    cache.crop(lengths)
-    listed.crop(lengths.tolist())
-    check(cache, listed)
-    append(2)  # behind rows of different lengths
-    check(cache, listed)
-    cache.reorder(torch.tensor([1, 1, 0], device=device))
-    listed.reorder([1, 1, 0])
-    check(cache, listed)
-    append(1)
-    check(cache, listed)
-    cache.crop(17)
-    listed.crop([17] * 3)
-    append(1)
-    cache.crop(cache.capacity)  # more than the rows hold
-    check(cache, listed)
-    assert all(x is y for x, y in zip(buffers, buffers_of(cache), strict=True))
-    cache.reorder(torch.tensor([2, 0], device=device))  # another batch has buffers of its own
-    listed.reorder([2, 0])
-    check(cache, listed)
-    cache.reset()
-    assert cache.longest == 0 and not cache.lengths.any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_reorder_drops_take_no_room(kind):
-    cache, listed = made(kind), Listed()
-
-    def append(n):
-        new = entries(n)
-        cache.append(*new)
-        listed.append(*new)
-
-    append(10)
-    cache.crop(torch.tensor([10, 2, 5]))
-    listed.crop([10, 2, 5])
-    for index in ([1, 2, 1], [0, 2, 0]):
-        cache.reorder(torch.tensor(index))
-        listed.reorder(index)
-        check(cache, listed)
-    append(cache.capacity - 2)
-    check(cache, listed)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_order_of_calls_is_that_of_lists(kind):
-    cache, listed, rng = made(kind), Listed(), random.Random(1)
-    for call in ["rows", "reorder", "crop", "nothing"] * 6:
+    for call in ["rows", "reorder", "crop", "nothing"] * (6 if dtype == torch.float32 else 2):
         rows = len(listed.rows)
         longest = max(row[0].shape[1] for row in listed.rows)
-        new = entries(min(rng.choice([0, 1, 7, 7]), cache.capacity - longest), batch=rows)
+        n = min(rng.choice([0, 1, 7, 7]), cache.capacity - longest)
+        new = entries(n, dtype, device, batch=rows)
         cache.append(*new)
         listed.append(*new)
         check(cache, listed)
         if call == "reorder":
             index = [rng.randrange(rows) for _ in range(rng.choice([2, 3]))]
-            cache.reorder(torch.tensor(index, dtype=torch.int32))
+            cache.reorder(torch.tensor(index, dtype=torch.int32, device=device))
             listed.reorder(index)
         elif call != "nothing":
             lengths = [rng.randint(longest // 2, cache.capacity)] * rows
             if call == "rows":
                 lengths = [rng.randint(0, longest) for _ in lengths]
-            cache.crop(torch.tensor(lengths) if call == "rows" else lengths[0])
+            cache.crop(torch.tensor(lengths, device=device) if call == "rows" else lengths[0])
             listed.crop(lengths)
         check(cache, listed)
+        if len(listed.rows) == rows:
+            assert all(x is y for x, y in zip(buffers, buffers_of(cache), strict=True))
+        buffers = buffers_of(cache)
         if "page" in kind:
             pages_of(cache)
+    cache.reset()
+    assert cache.longest == 0 and not cache.lengths.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,16 +231,10 @@ WRONG = [
     ((k[:, :1], v), ValueError, r"key has shape \[3, 1, 2, 16\]"),
     ((k[..., 1:], v), ValueError, r"key has shape \[3, 2, 2, 15\]"),
     ((k[0], v), ValueError, r"key has shape \[2, 2, 16\]"),
-    ((k[0, 0], v), ValueError, r"key has shape \[2, 16\]"),
     ((k, v[:, :, :1]), ValueError, r"value has shape \[3, 2, 1, 8\]; .*, \[3, 2, 2, 8\]"),
     ((k, v[:, :1]), ValueError, r"value has shape \[3, 1, 2, 8\]"),
     ((k.half(), v), TypeError, "key has dtype torch.float16; expected that of the cache"),
-    ((k, v.double()), TypeError, "value has dtype torch.float64; expected that of the cache"),
     ((k.to("meta"), v), ValueError, "key is on meta; expected the device of the cache, cpu"),
-    ((k, v.to("meta")), ValueError, "value is on meta; expected the device of the cache"),
-    ((None, v), TypeError, "key is a NoneType"),
-    ((k.to_sparse(), v), TypeError, "key is a torch.sparse_coo tensor"),
-    ((k, [1]), TypeError, "value is a list"),
     ((k.clone().requires_grad_(), v), ValueError, r"key requires a gradient.*torch.no_grad\(\)"),
 ]
 
@@ -378,25 +323,11 @@ def test_pages_take_no_dropout():
         DecoderCache(9, page_size=16, pages=0)
 
 
-def test_an_append_is_refused_before_it_begins():
-    """`advanced` looks for the room, too."""
-    cache = made(capacity=3)
-    cache.append(*entries(3))
-    with pytest.raises(ValueError, match="expected at most 0"), cache.advanced(1):
-        pass
-    assert cache.longest == 3
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         (dict(batch=0), ValueError, "batch is 0; expected 1 or more"),
-        (dict(heads=1.0), TypeError, "heads is a float"),
-        (dict(capacity=-1), ValueError, "capacity is -1"),
-        (dict(head_dim=0), ValueError, "head_dim is 0"),
-        (dict(value_dim=0), ValueError, "value_dim is 0"),
         (dict(dtype=torch.int8), TypeError, "dtype is torch.int8; expected float32"),
-        (dict(dtype="half"), TypeError, "dtype is half; expected float32"),
         (dict(device="gpu"), ValueError, "device is 'gpu'; expected a device of torch"),
     ],
 )
@@ -415,15 +346,8 @@ def test_a_cache_of_wrong_sizes_is_refused(arguments, error, message):
         ("crop", torch.tensor([1, 2]), ValueError, r"length has shape \[2\]; expected \[B\]"),
         ("crop", torch.tensor([1, 2, 33]), ValueError, "length holds 33"),
         ("crop", torch.tensor([1, 2, -1]), ValueError, "length holds -1"),
-        ("crop", torch.ones(3), TypeError, "length has dtype torch.float32"),
-        ("crop", torch.ones(3, dtype=torch.int32, device="meta"), ValueError, "length is on meta"),
         ("reorder", torch.tensor([0, 3]), ValueError, "index holds 3; expected rows .* 0 to 2"),
         ("reorder", torch.tensor([-1]), ValueError, "index holds -1"),
-        ("reorder", torch.tensor([[0]]), ValueError, r"index has shape \[1, 1\]"),
-        ("reorder", torch.empty(0, dtype=torch.int64), ValueError, r"index has shape \[0\]"),
-        ("reorder", torch.tensor([0.0]), TypeError, "index has dtype torch.float32"),
-        ("reorder", torch.zeros(3, dtype=torch.int64, device="meta"), ValueError, "index is on"),
-        ("reorder", [0], TypeError, "index is a list"),
     ],
 )
 def test_wrong_lengths_and_rows_are_refused(method, argument, error, message, kind):
@@ -649,15 +573,14 @@ def test_positions_can_start_anywhere():
     assert torch.equal(m(x, start), x + torch.stack([m.pe[0, i : i + 2] for i in (0, 5, 7)]))
     for start, error, message in (
         (8, ValueError, "x has 2 positions after the first 8; expected at most max_len = 9"),
-        (-1, ValueError, "start is -1; expected 0 or more"),
-        ("1", TypeError, "start is a str"),
         (torch.tensor([0, 1, 8]), ValueError, "start holds 8, and x has 2 positions"),
         (torch.tensor([0, 1, -2]), ValueError, "start holds -2"),
         (torch.tensor([0, 1]), ValueError, r"start has shape \[2\]; expected \[B\] = \[3\]"),
-        (torch.zeros(3), TypeError, "start has dtype torch.float32"),
     ):
         with pytest.raises(error, match=message):
             m(x, start)
+    with pytest.raises(ValueError, match=r"x has shape .*expected \[B, S, d_model = 16\]"):
+        m(x[..., :1])
 
 
 # --------------------------------------------------------------------------------- torch's decoder

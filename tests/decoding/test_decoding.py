@@ -6,20 +6,19 @@ With a cache each search gives what it gives when all tokens are computed again 
 import contextlib
 import itertools
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from recorder import Recorder, run_as_on_a_gpu
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fastformer as ff
 from fastformer import (
     DecoderCache,
     PositionalEncoding,
     beam_search,
+    cuda_graphs,
     greedy_decode,
     make_model,
     sample,
@@ -52,7 +51,7 @@ class Counting(nn.Module):
         return (x + 0.01).log()
 
 
-def test_each_row_follows_its_own_source():
+def test_greedy_decode_of_several_sources():
     src = torch.tensor([[1, 9], [3, 9], [0, 9]])
     decoded = greedy_decode(Counting(), src, None, 6, 2)
     assert decoded.tolist() == [[2, 3, 4, 5, 6, 7], [2, 5, 8, 1, 4, 7], [2] * 6]
@@ -61,31 +60,7 @@ def test_each_row_follows_its_own_source():
     assert greedy_decode(Counting(), src.int(), None, 2, 2).dtype == torch.int32
 
 
-def test_it_is_the_loop_written_out(device):
-    """Row by row, growing the sequence by concatenation, with padding in the source."""
-    torch.manual_seed(5)
-    model = make_model(11, 11, 2, 16, 32, 2, 0.1).to(device).eval()
-    src = torch.tensor([[1, 4, 9, 2, 7], [1, 8, 0, 0, 0]], device=device)
-    mask = (src != 0).unsqueeze(-2)
-    decoded = greedy_decode(model, src, mask, 5, 1)
-    assert torch.is_grad_enabled() and not model.training
-    for row in range(2):
-        s, m = src[row : row + 1], mask[row : row + 1]
-        ys = torch.full((1, 1), 1, device=device)
-        with torch.no_grad():
-            for _ in range(4):
-                out = model(s, ys, m, subsequent_mask(ys.shape[1]).to(device))
-                best = model.generator(out)[:, -1].argmax(-1, keepdim=True)
-                ys = torch.cat((ys, best), 1)
-        assert decoded[row].tolist() == ys[0].tolist()
-    # What padding holds does not matter, what the source holds does.
-    other = src.clone()
-    other[1, 2:] = 5
-    assert torch.equal(greedy_decode(model, other, mask, 5, 1), decoded)
-
-
-def test_it_is_refused_before_the_first_step(monkeypatch):
-    """What the last step would not take."""
+def test_max_len_past_the_positions_is_refused_before_the_first_step(monkeypatch):
     model = make_model(7, 7, 1, 16, 16, 2)
     model.tgt_embed[1] = PositionalEncoding(16, 0.0, max_len=4)
     steps = []
@@ -93,19 +68,13 @@ def test_it_is_refused_before_the_first_step(monkeypatch):
     src = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="max_len is 6; expected at most 5"):
         greedy_decode(model, src, None, 6, 1)
-    with pytest.raises(ValueError, match="start_symbol is 7; expected a token from 0 to 6"):
-        greedy_decode(model, src, None, 5, 7)
-    with pytest.raises(ValueError, match="end_symbol is 7; expected a token from 0 to 6"):
-        beam_search(model, src, None, 5, 1, end_symbol=7)
-    with pytest.raises(ValueError, match="pad_symbol is 9; expected a token from 0 to 6"):
-        sample(model, src, None, 5, 1, end_symbol=6, pad_symbol=9)
     assert not steps
     monkeypatch.undo()
     assert greedy_decode(model, src, None, 5, 6).shape == (1, 5)
 
 
 @pytest.mark.parametrize("model", [nn.Transformer(8, 2, 1, 1, 8), None])
-def test_it_needs_a_model_that_decodes(model):
+def test_models_without_encode_are_refused(model):
     with pytest.raises(TypeError, match=f"model is a {type(model).__name__} without encode"):
         greedy_decode(model, torch.ones(1, 3, dtype=torch.int64), None, 3, 1)
 
@@ -120,7 +89,7 @@ def test_both_backends_decode_alike(device):
     assert torch.equal(*decoded)
 
 
-def test_the_mode_is_the_callers():
+def test_decoding_keeps_the_mode_of_the_model():
     model = make_model(11, 11, 1, 16, 16, 2, 0.1)
     model.encoder.eval()
     modes = [m.training for m in model.modules()]
@@ -129,24 +98,6 @@ def test_the_mode_is_the_callers():
 
 
 ids = torch.ones(2, 4, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("src", "max_len", "start", "error", "message"),
-    [
-        (ids[0], 3, 1, ValueError, r"src has shape \[4\]; expected two dimensions"),
-        (ids.float(), 3, 1, TypeError, "src has dtype torch.float32"),
-        (ids, 0, 1, ValueError, "max_len is 0; expected 1 or more"),
-        (ids, 3.0, 1, TypeError, "max_len is a float; expected an int"),
-        (ids, 3, -1, ValueError, "start_symbol is -1; expected 0 or more"),
-        (ids, 3, 10, ValueError, "start_symbol is 10; expected a token from 0 to 9"),
-        (ids * 10, 3, 1, ValueError, "token id 10; expected ids from 0 to 9"),
-    ],
-)
-def test_bad_input_is_named(src, max_len, start, error, message):
-    model = make_model(10, 10, 1, 8, 8, 2)
-    with pytest.raises(error, match=message):
-        greedy_decode(model, src, None, max_len, start)
 
 
 # ---------------------------------------------------------------------------- with a cache or not
@@ -173,15 +124,30 @@ SEARCHES = {
 }
 
 
+# By name: a model, what it decodes from, and how many tokens it makes.
+FORMS = {
+    "translator": lambda: (translator(), *sources(), 20, 1),
+    "other options": lambda: (
+        translator(norm="rms", kv_heads=1, learned_positions=True), *sources(), 20, 1
+    ),
+    "language model": lambda: (language_model(), PROMPTS[:, :2], None, 14),
+    "rotary": lambda: (
+        language_model(positions="rotary", qk_norm=True), PROMPTS[:, :2], None, 14
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
 @pytest.mark.parametrize("end", [None, 7])
-@pytest.mark.parametrize("form", [{}, dict(norm="rms", kv_heads=1, learned_positions=True)])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_with_a_cache_the_tokens_are_the_same(search, end, form, device):
-    model, (src, mask) = translator(**form).to(device), sources(device)
-    want = search(model, src, mask, 20, 1, end_symbol=end, cache=False)
-    for cache in (True, DecoderCache(19), DecoderCache(20, page_size=16)):
-        assert torch.equal(search(model, src, mask, 20, 1, end_symbol=end, cache=cache), want)
+    model, src, *rest = given = [x.to(device) if hasattr(x, "to") else x for x in form()]
+    want = search(*given, end_symbol=end, cache=False)
+    for cache in (True, DecoderCache(rest[1] - 1), DecoderCache(20, page_size=16)):
+        assert torch.equal(search(*given, end_symbol=end, cache=cache), want)
     assert len(want.unique()) > 2  # which says something
+    if isinstance(model, ff.LanguageModel):  # it continues its prompt
+        assert (want[..., :2] == (src if want.dim() == 2 else src[:, None])).all()
 
 
 def test_a_decoder_without_layers_has_nothing_to_keep():
@@ -286,34 +252,6 @@ def test_on_a_gpu_the_loop_looks_at_times(monkeypatch):
 # -------------------------------------------------------------------------------------- CUDA graphs
 
 
-class Recorder(TorchDispatchMode):
-    """A stand-in for a CUDA graph: it records what runs on the device, and runs it again.
-
-    The tensors are those of the recording, and the host's part of the step does not run again.
-    Whatever a step takes from the host, such as a position, is that of the recording, too.
-    """
-
-    waits = ("_local_scalar_dense", "is_nonzero", "item")
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        assert not any(name in str(op) for name in self.waits), f"{op} waits for the device"
-        out = op(*args, **kwargs)
-        self.calls.append((op, args, kwargs, out))
-        return out
-
-    def replay(self):
-        for op, args, kwargs, out in self.calls:
-            new = tree_leaves(op(*args, **kwargs))
-            for old, x in zip(tree_leaves(out), new):
-                if isinstance(x, torch.Tensor) and x.data_ptr() != old.data_ptr():
-                    old.copy_(x)
-
-
 WITHOUT_WAITING = decoding_steps.without_waiting
 
 
@@ -345,11 +283,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(decoding_steps, "captures", lambda *_: True)
     monkeypatch.setattr(decoding_steps, "captured", captured)
     monkeypatch.setattr(decoding_steps, "without_waiting", lambda function: function())
-    modules = [m for name, m in sys.modules.items() if name.startswith("fastformer")]
-    for module in [m for m in modules if hasattr(m, "may_read")]:
-        monkeypatch.setattr(module, "may_read", lambda x: False)
-    monkeypatch.setattr(ff.ops.attention.reference, "torch_computes", lambda *_: False)
-    monkeypatch.setattr(ff.dispatch.backends, "runs_directly", lambda: False)
+    run_as_on_a_gpu(monkeypatch)
     recorded.captures = captures
     return recorded
 
@@ -368,10 +302,16 @@ def test_replays_of_one_captured_step_decode_the_same(recorded, search, page_siz
 
 
 def test_replays_continue_prompts_of_several_lengths(recorded):
-    model, mask = language_model(), PROMPTS != 0
-    want = greedy_decode(model, PROMPTS, mask, 20, pad_symbol=0, cache=False)
-    got = recorded(greedy_decode, model, PROMPTS, mask, 20, pad_symbol=0, cache=DecoderCache(20))
-    assert torch.equal(got, want) and len(recorded.captures) == 1
+    """With padding on the right and on the left; as on a GPU, where no mask is read."""
+    model = language_model()
+    for i, (prompts, mask, options) in enumerate((
+        (PROMPTS, PROMPTS != 0, {}),
+        (LEFT, WHERE, dict(end_symbol=[7, 10], repetition_penalty=1.3)),
+    )):  # fmt: skip
+        given = dict(model=model, src=prompts, src_mask=mask, max_len=20, pad_symbol=0, **options)
+        want = greedy_decode(**given, cache=False)
+        got = recorded(greedy_decode, **given, cache=DecoderCache(20))
+        assert torch.equal(got, want) and len(recorded.captures) == i + 1
 
 
 def test_a_graph_is_captured_once_for_a_cache_and_a_batch_size(recorded):
@@ -460,10 +400,10 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(monkeypatch):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        decoding_steps.captured(fails)
+        cuda_graphs.captured(fails)
     assert cuda.stream == "that of the caller" and not cuda.expects_a_capture
     assert cuda.calls == ["thread_local", "reset", "thread_local"]
-    decoding_steps.captured(lambda: cuda.calls.clear())
+    cuda_graphs.captured(lambda: cuda.calls.clear())
     assert cuda.calls == []
 
 
@@ -488,7 +428,7 @@ def test_a_step_that_waits_for_the_device_is_not_captured(recorded, monkeypatch)
     assert cache.longest == 11 and cache.lengths.tolist() == [11] * 3
 
 
-def test_what_is_captured():
+def test_models_that_are_captured():
     """Modules of this package and of torch on a GPU, as they are."""
     model = translator()
     tokens = SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda"))
@@ -515,9 +455,9 @@ def test_what_is_captured():
 # ---------------------------------------------------------------------------------- language models
 
 
-def language_model(seed=7):
-    torch.manual_seed(seed)
-    model = ff.make_decoder(11, 2, 16, 32, 2, 0.1, kv_heads=1).eval()
+def language_model(**options):
+    torch.manual_seed(7)
+    model = ff.make_decoder(11, 2, 16, 32, 2, 0.1, kv_heads=1, **options).eval()
     with torch.no_grad():
         for p in model.decoder.parameters():
             p.mul_(2 if p.dim() == 2 else 1)
@@ -525,18 +465,6 @@ def language_model(seed=7):
 
 
 PROMPTS = torch.tensor([[3, 1, 4, 1], [5, 9, 0, 0], [2, 0, 0, 0]])
-
-
-@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
-@pytest.mark.parametrize("end", [None, 7])
-def test_a_language_model_continues_its_prompt(search, end, device):
-    """With a cache it gives what it gives without; each row what it gives alone."""
-    model, prompts = language_model().to(device), PROMPTS[:, :2].to(device)
-    want = search(model, prompts, None, 14, end_symbol=end, cache=False)
-    for cache in (True, DecoderCache(13, page_size=16)):
-        assert torch.equal(search(model, prompts, None, 14, end_symbol=end, cache=cache), want)
-    assert (want[..., :2] == (prompts if want.dim() == 2 else prompts[:, None])).all()
-    assert len(want[..., 2:].unique()) > 3  # which says something
 
 
 @pytest.mark.parametrize("name", ["greedy", "beams"])
@@ -725,16 +653,7 @@ def test_beams_go_on_where_the_likeliest_tokens_all_end():
     assert found.scores.isfinite().all() and (found.lengths == 5).all()
 
 
-def test_replays_continue_prompts_with_padding_on_the_left(recorded):
-    """As on a GPU, where no mask is read."""
-    model = language_model()
-    options = dict(end_symbol=[7, 10], pad_symbol=0, repetition_penalty=1.3)
-    want = greedy_decode(model, LEFT, WHERE, 16, cache=False, **options)
-    got = recorded(greedy_decode, model, LEFT, WHERE, 16, cache=DecoderCache(16), **options)
-    assert torch.equal(got, want) and len(recorded.captures) == 1
-
-
-def test_a_stream_runs_a_step_when_it_is_asked_for(monkeypatch):
+def test_stream_tokens_runs_a_step_when_asked(monkeypatch):
     model, cache = language_model(), DecoderCache(9)
     stream = ff.stream_tokens(model, PROMPTS[:, :2].int(), None, 9, cache=cache)
     assert cache.longest == 0 and torch.is_grad_enabled()
@@ -756,14 +675,11 @@ def test_a_stream_runs_a_step_when_it_is_asked_for(monkeypatch):
         (dict(seed=0), ValueError, "seed is 0 and temperature None"),
         (dict(temperature=0), ValueError, "temperature is 0.0; expected a positive number"),
         (dict(temperature=1, min_p=1.5), ValueError, r"min_p is 1.5; expected .* \[0, 1\]"),
-        (dict(temperature=1, min_p="a"), TypeError, "min_p is a str"),
-        (dict(repetition_penalty="a"), TypeError, "repetition_penalty is a str"),
         (dict(end_symbol=[None]), TypeError, "end_symbol is a NoneType; expected an int"),
-        (dict(end_symbol="2"), TypeError, "end_symbol is a str; expected an int"),
         (dict(max_len=3), ValueError, "max_len is 3 and src has 4 tokens"),
     ],
 )
-def test_a_stream_is_refused_at_the_call(options, error, message):
+def test_stream_tokens_refuses_at_the_call(options, error, message):
     with pytest.raises(error, match=message):
         ff.stream_tokens(
             **dict(model=language_model(), src=PROMPTS, src_mask=None, max_len=8) | options
@@ -799,7 +715,7 @@ def exhaustive(model, src, mask, new, end, alpha):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
 @pytest.mark.parametrize("cache", [True, False])
-def test_enough_beams_find_the_best_of_all_sequences(alpha, cache):
+def test_beam_search_finds_the_best_of_all_sequences(alpha, cache):
     model, end, new = translator(4, 1, seed=2), 3, 4
     with torch.no_grad():
         model.generator.proj.weight *= 3  # far from uniform
@@ -840,7 +756,7 @@ def beams_in_lists(model, src, mask, new, end, alpha, beams, penalty=1.0):
     ("beams", "alpha", "penalty"),
     [(1, 0.6, 1.0), (2, 1.0, 1.0), (3, 0.0, 1.0), (5, 0.6, 1.0), (3, 0.6, 1.8), (4, 1.0, 0.4)],
 )
-def test_few_beams_are_the_search_written_out(beams, alpha, penalty):
+def test_beam_search_against_one_written_out(beams, alpha, penalty):
     model, (src, mask) = translator(seed=4), sources()
     with torch.no_grad():
         model.generator.proj.weight *= 2
@@ -866,14 +782,6 @@ def test_few_beams_are_the_search_written_out(beams, alpha, penalty):
                 assert math.isclose(found.scores[b, j], score, rel_tol=1e-5)
 
 
-def test_one_beam_is_greedy():
-    model, (src, mask) = translator(), sources()
-    want = greedy_decode(model, src, mask, 9, 1)
-    found = beam_search(model, src.int(), mask, 9, 1, num_beams=1)
-    assert torch.equal(found.tokens[:, 0], want.int()) and found.tokens.dtype == torch.int32
-    assert found.lengths.tolist() == [[9]] * 3
-
-
 def test_one_beam_with_a_penalty_is_greedy_over_prompts_with_padding():
     model, options = language_model(), dict(pad_symbol=0, repetition_penalty=1.7)
     want = greedy_decode(model, LEFT, WHERE, 16, **options)
@@ -883,7 +791,7 @@ def test_one_beam_with_a_penalty_is_greedy_over_prompts_with_padding():
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_a_long_sequence_can_outdo_one_that_has_ended(beams):
+def test_length_penalty_prefers_a_longer_sequence(beams):
     """The end has probability 0.6, and the length penalty lets eight tokens beat it alone."""
     model = Loaded([0.6, 0.4])
     found = beam_search(
@@ -894,7 +802,7 @@ def test_a_long_sequence_can_outdo_one_that_has_ended(beams):
     assert math.isclose(found.scores.item(), want, rel_tol=1e-5)
 
 
-def test_the_search_is_over_when_all_sources_are():
+def test_beam_search_stops_when_all_sources_end():
     """Those that count in steps of two reach the end before those that count in steps of one."""
     src = torch.tensor([[1], [2]])
     want = greedy_decode(Counting(), src, None, 12, 1, end_symbol=7)
@@ -916,7 +824,7 @@ def test_scores_are_summed_in_float32_or_in_their_own_dtype(dtype):
     assert math.isclose(found.scores, 8 * model.scores[1].item(), rel_tol=1e-6)
 
 
-def test_one_mask_serves_all_sources():
+def test_beam_search_with_one_mask_for_all():
     model, (src, mask) = translator(), sources()
     for cache in (True, False):
         found, want = (
@@ -990,7 +898,7 @@ DISTRIBUTIONS = [
 
 
 @pytest.mark.parametrize(("options", "want"), DISTRIBUTIONS)
-def test_tokens_are_drawn_from_the_distribution(options, want):
+def test_sample_draws_from_the_distribution(options, want):
     """Within five standard deviations of the counts; what is left out is never drawn."""
     n = 40000
     src = torch.zeros(n // 4, 1, dtype=torch.long)
@@ -1006,7 +914,7 @@ def test_top_p_keeps_no_token_past_the_sum():
     assert tokens[:, 1:].unique().tolist() == [0, 1]
 
 
-def test_a_seed_draws_the_same_tokens():
+def test_sample_with_a_seed():
     src = torch.zeros(50, 1, dtype=torch.long)
     one, same, other = (sample(Loaded(P), src, None, 9, 1, seed=s) for s in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
@@ -1021,44 +929,29 @@ def test_a_seed_draws_the_same_tokens():
     ("function", "options", "error", "message"),
     [
         (sample, dict(temperature=0), ValueError, "temperature is 0.0; expected a positive"),
-        (sample, dict(temperature=-1.0), ValueError, "temperature is -1.0"),
         (sample, dict(temperature=math.inf), ValueError, "temperature is inf"),
-        (sample, dict(temperature="hot"), TypeError, "temperature is a str"),
         (sample, dict(top_k=0), ValueError, "top_k is 0; expected 1 or more"),
-        (sample, dict(top_k=1.5), TypeError, "top_k is a float"),
         (sample, dict(top_p=0), ValueError, r"top_p is 0.0; expected a number in \(0, 1\]"),
         (sample, dict(top_p=1.01), ValueError, "top_p is 1.01"),
-        (sample, dict(top_p=math.nan), ValueError, "top_p is nan"),
-        (sample, dict(seed=1.0), TypeError, "seed is a float"),
-        (sample, dict(seed=2**64), ValueError, "seed is 18446744073709551616"),
         (beam_search, dict(num_beams=0), ValueError, "num_beams is 0; expected 1 or more"),
-        (beam_search, dict(num_beams=2.0), TypeError, "num_beams is a float"),
         (beam_search, dict(n_best=5), ValueError, "n_best is 5; expected at most num_beams, 4"),
         (beam_search, dict(n_best=0), ValueError, "n_best is 0"),
-        (
-            beam_search,
-            dict(length_penalty=-0.1),
-            ValueError,
-            "length_penalty is -0.1; expected a number from 0 to 32",
-        ),
         (beam_search, dict(length_penalty=32.5), ValueError, "length_penalty is 32.5"),
-        (beam_search, dict(length_penalty=math.nan), ValueError, "length_penalty is nan"),
         (greedy_decode, dict(end_symbol=10), ValueError, "end_symbol is 10; .* from 0 to 9"),
-        (greedy_decode, dict(end_symbol=-1), ValueError, "end_symbol is -1; expected 0 or more"),
-        (greedy_decode, dict(end_symbol=1.0), TypeError, "end_symbol is a float"),
         (sample, dict(pad_symbol=10), ValueError, "pad_symbol is 10; expected a token from 0 to 9"),
-        (greedy_decode, dict(cache="yes"), TypeError, "cache is 'yes'; expected True or False"),
         (greedy_decode, dict(cache=DecoderCache(1)), ValueError, "cache has a capacity of 1; .* 2"),
         (greedy_decode, dict(start_symbol=None), ValueError, "start_symbol is None; expected the"),
+        (greedy_decode, dict(max_len=0), ValueError, "max_len is 0; expected 1 or more"),
+        (greedy_decode, dict(start_symbol=10), ValueError, "start_symbol is 10; .* from 0 to 9"),
     ],
 )
 def test_bad_options_are_named(function, options, error, message):
-    model = make_model(10, 10, 1, 8, 8, 2)
+    given = dict(src=ids, src_mask=None, max_len=3, start_symbol=1)
     with pytest.raises(error, match=message):
-        function(model, ids, None, 3, **{"start_symbol": 1, **options})
+        function(make_model(10, 10, 1, 8, 8, 2), **given | options)
 
 
-def test_of_tokens_of_one_score_the_first_are_kept():
+def test_top_k_keeps_the_first_of_equal_scores():
     vocabulary = 100  # of few, torch's sort leaves equal ones in their order by itself
     src = torch.zeros(20, 1, dtype=torch.long)
     tokens = sample(Loaded([1 / vocabulary] * vocabulary), src, None, 9, 1, top_k=2, seed=0)

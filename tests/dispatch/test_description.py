@@ -7,7 +7,7 @@ import torch
 
 import fastformer as ff
 from fastformer import description
-from fastformer.description import OPTIONS, PADDED_OPTIONS, Attention, Option
+from fastformer.description import OPTIONS, PADDED_OPTIONS, Attention
 
 NAMES = [option.name for option in OPTIONS]
 PLAIN = Attention(None, 0.0, False, 0.5)
@@ -52,12 +52,6 @@ def test_calls_that_differ_in_an_option_share_no_plan(name):
     other = PLAIN._replace(**{name: given[name]})
     assert plan.signature_of(*inputs, PLAIN) != plan.signature_of(*inputs, other)
     assert plan.signature_of(*inputs, other) == plan.signature_of(*inputs, other)
-
-
-def test_an_option_is_declared_by_its_name_alone():
-    """Torch does not get it."""
-    new = Option("parity", "bool")
-    assert not new.by_torch and not new.packed
 
 
 @pytest.mark.parametrize(

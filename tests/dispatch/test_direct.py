@@ -122,7 +122,7 @@ DIRECT = (
 
 
 @pytest.mark.parametrize("case", [*DIRECT, "feed_forward"])
-def test_what_goes_past_the_dispatch(monkeypatch, case):
+def test_usual_calls_go_past_the_dispatch(monkeypatch, case):
     """And what does not: whatever has to see, to change or to refuse the call."""
     ran = []
     monkeypatch.setattr(backends, "choose_backend", lambda op, *_: ran.append(op) or CHOICE)

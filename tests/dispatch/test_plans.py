@@ -288,7 +288,8 @@ def test_rows_are_copied_only_where_their_features_are_strided():
     for x in (wide[..., :24], wide[..., :1]):
         assert launch.as_rows(x, x.shape[-1]) is x
     steps = wide[..., ::2]
-    assert launch.unit_stride(steps).is_contiguous()
+    for x in (steps, wide.transpose(1, 2)):
+        assert launch.unit_stride(x).is_contiguous()
     assert torch.equal(launch.as_rows(steps, 24), steps)
 
 

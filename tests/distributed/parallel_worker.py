@@ -8,7 +8,7 @@ check is a function of parallel_checks.py, which raises where something is wrong
 prints a line of JSON: the rank, the check and what is wrong, "" for nothing. Where one fails, the
 others are killed.
 
-With --broken each of these mutants of sharding_mutants.py runs its check in a group of its own.
+With --broken each of these bugs of tests/bugs/sharding.tsv runs its check in a group of its own.
 """
 
 import faulthandler
@@ -34,7 +34,7 @@ torch.set_num_threads(1)  # before the fork: no pool of threads is there to be l
 
 import parallel_checks
 from fastformer.kernels import interpreter
-from sharding_mutants import BROKEN, FOLDER, SOURCES
+from mutants import SHARDING, SHARDING_SOURCES
 
 from fastformer import description
 
@@ -95,10 +95,10 @@ def run(world: int, file: str, names: list[str], broken: tuple[str, str] | None 
 
 def replace_rule(rule: str, broken: str) -> None:
     """Run the text of the module that has a rule once more, with the rule broken."""
-    [path] = [path for path in SOURCES if rule in path.read_text()]
+    [path] = [path for path in SHARDING_SOURCES if rule in path.read_text()]
     source = path.read_text()
     assert source.count(rule) == 1, rule
-    name = ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     module = importlib.import_module(name)
     names = dict(vars(module)) if module is description else vars(module)
     exec(compile(source.replace(rule, broken), str(path), "exec"), names)
@@ -112,6 +112,6 @@ if __name__ == "__main__":
         run(world, f"{folder}/{world}-{'-'.join(names)}", names)
     else:
         for index in map(int, names[1:]):
-            check, *rule = BROKEN[index]
+            check, *rule = SHARDING[index]
             found = run(world, f"{folder}/broken-{index}", [check], tuple(rule))
             os.write(1, (json.dumps({"broken": index, "found": found}) + "\n").encode())

@@ -16,19 +16,19 @@ HEADS, ROWS, CUTS = 2, 24, (0, 7, 16, 24)
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.with_slow), 4])
-def test_it_is_the_whole(tmp_path, world):
+def test_context_parallel_attention(tmp_path, world):
     """Outputs, lse and gradients, in each case of context_checks.py."""
     run(tmp_path, world, "context")
 
 
 @pytest.mark.with_all
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.with_slow), 4])
-def test_models_are_the_whole(tmp_path, world):
+def test_context_parallel_models(tmp_path, world):
     """Losses and gradients of models whose sequences are sharded, and of the copy task."""
     run(tmp_path, world, "context_model", "context_copy_task")
 
 
-def test_seeds_and_refusals(tmp_path):
+def test_context_parallel_seeds_and_refusals(tmp_path):
     checks = "seed", "refusals", "order", "one_row", "no_keys", "within"
     run(tmp_path, 2, *(f"context_{check}" for check in checks))
 
@@ -110,5 +110,5 @@ def test_without_a_process_group():
         ff.context_parallel(None)
 
 
-def test_edges_of_chunks_and_the_seed_of_the_first_process(tmp_path):
+def test_context_parallel_windows_and_the_first_seed(tmp_path):
     run(tmp_path, 2, "context_edges")

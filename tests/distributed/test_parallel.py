@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharding_mutants import BROKEN, SOURCES
+from mutants import SHARDING, SHARDING_SOURCES
 
 import fastformer as ff
 from benchmarks import ROOT
@@ -54,21 +54,21 @@ def test_ops_as_dtensors(tmp_path):
 
 
 def test_a_broken_rule_fails(tmp_path, request):
-    """Each rule of sharding_mutants.py, broken, is found by its check."""
-    source = "".join(path.read_text() for path in SOURCES)
+    """Each rule of tests/bugs/sharding.tsv, broken, is found by its check."""
+    source = "".join(path.read_text() for path in SHARDING_SOURCES)
     checks = (HERE / "parallel_checks.py").read_text()
-    for check, rule, _ in BROKEN:
+    for check, rule, _ in SHARDING:
         assert source.count(rule) == 1, rule
         assert f"    {check},\n" in checks or f"def {check}(" in checks
     if request.config.getoption("--slow"):
-        found, errors = worker(tmp_path, 4, "--broken", *map(str, range(len(BROKEN))))
-        missed = [BROKEN[x["broken"]] for x in found if x.get("found") is False]
+        found, errors = worker(tmp_path, 4, "--broken", *map(str, range(len(SHARDING))))
+        missed = [SHARDING[x["broken"]] for x in found if x.get("found") is False]
         assert not missed
-        assert sum("broken" in x for x in found) == len(BROKEN), errors
+        assert sum("broken" in x for x in found) == len(SHARDING), errors
 
 
 @pytest.mark.with_all
-def test_models(tmp_path):
+def test_parallelize_models(tmp_path):
     """parallelize, with FSDP2 and checkpointing; layouts of a checkpoint; what is refused."""
     run(tmp_path, 4, "tensor_parallel", "torch_transformer", "composed", "layouts", "refusals")
 
@@ -106,24 +106,26 @@ def test_bytes_sent(tmp_path):
     run(tmp_path, 2, "bytes_sent")
 
 
-@pytest.mark.with_slow
-@pytest.mark.parametrize("way", ["ddp", "tensor", "context"])
-def test_torchrun(way, tmp_path, request):
-    """The command, as the README has it: it compares itself with one process."""
-    if way != "tensor" and not request.config.getoption("--slow"):
-        pytest.skip("--slow runs it")
+def torchrun(*words):
+    """Two processes over gloo."""
     if torch.cuda.is_available():
         pytest.skip("gloo processes on a CPU")
-    sizes = ["--steps=20", "--layers=1", "--d-model=32", "--d-ff=64", "--length=6", "--batch=4"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    process = subprocess.run(
-        [*command, "-m", "fastformer", "copy-task", "--parallel", way, *sizes],
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words],
         capture_output=True,
         text=True,
         timeout=600,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
     )
+
+
+@pytest.mark.with_slow
+@pytest.mark.parametrize("way", ["ddp", "tensor", "context"])
+def test_copy_task_under_torchrun(way):
+    """The command, as docs/parallel.md has it: it compares itself with one process."""
+    sizes = ["--steps=20", "--layers=1", "--d-model=32", "--d-ff=64", "--length=6", "--batch=4"]
+    process = torchrun("-m", "fastformer", "copy-task", "--parallel", way, *sizes)
     assert process.returncode == 0, process.stderr[-4000:]
     assert process.stdout.count("Largest loss difference from one process over steps 1..20") == 1
 
@@ -142,22 +144,11 @@ raise SystemExit(main("copy-task --parallel fsdp --layers 1 --d-model 32 --d-ff 
 """
 
 
-def test_a_death_under_torchrun(tmp_path, request):
+@pytest.mark.with_slow
+def test_a_death_under_torchrun(tmp_path):
     """torchrun ends the job within the time-out, with the error of the rank that failed first."""
-    if not request.config.getoption("--slow"):
-        pytest.skip("--slow runs it")
-    if torch.cuda.is_available():
-        pytest.skip("gloo processes on a CPU")
     (tmp_path / "dies.py").write_text(DIES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    process = subprocess.run(
-        [*command, str(tmp_path / "dies.py")],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-    )
+    process = torchrun(str(tmp_path / "dies.py"))
     assert process.returncode == 1
     report = process.stderr.partition("Root Cause")[2]
     assert "no space is left for rank 1" in report, process.stderr[-4000:]

@@ -536,7 +536,6 @@ def main():
     parser.add_argument("types", nargs="*", help="model types; all by default")
     parser.add_argument("--write", action="store_true", help="write the data and the page")
     parser.add_argument("--print", action="store_true", help="print the data, and measure nothing")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file, one by one")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -552,8 +551,6 @@ def main():
         rows.append(row)
         bad += worse(row[1], before.get(row[0], row[1])) or row[1] in ("fails", "differs")
         print(*row, sep="\t", flush=True)
-        if args.json:
-            args.json.write_text("\n".join(map(json.dumps, rows)) + "\n")
     if args.write:
         import transformers
 

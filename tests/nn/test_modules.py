@@ -103,17 +103,11 @@ def test_embeddings_padding_row_stays_zero():
     assert e.lut.weight.grad[3].abs().sum() > 0
 
 
-def test_embeddings_refuse_bad_ids():
-    e = Embeddings(D, 11)
+def test_embeddings_refuse_ids_past_the_vocabulary():
     with pytest.raises(ValueError, match="token id 11; expected ids from 0 to 10"):
-        e(torch.tensor([[1, 11]]))
-    with pytest.raises(ValueError, match="token id -1; expected ids from 0 to 10"):
-        e(torch.tensor([[-1, 10]]))
-    for x in (torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)):
-        with pytest.raises(TypeError, match=f"x has dtype {x.dtype}; expected integers"):
-            e(x)
-    with pytest.raises(TypeError, match="x is a list"):
-        e([1, 2])
+        Embeddings(D, 11)(torch.tensor([[1, 11]]))
+    with pytest.raises(TypeError, match=r"x has dtype torch\.bool; expected integers"):
+        Embeddings(D, 11)(torch.ones(1, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="padding_idx is 11"):
         Embeddings(D, 11, padding_idx=11)
 
@@ -131,18 +125,6 @@ def test_positional_encoding_formula(d):
             angle = p / 10000 ** (2 * (i // 2) / d)
             expected = math.cos(angle) if i % 2 else math.sin(angle)
             assert pe[0, p, i].item() == pytest.approx(expected, abs=1e-7)
-
-
-def test_positional_encoding_offset_is_a_rotation():
-    """pe[p + k] is one linear map of pe[p], for all p."""
-    pe = PositionalEncoding(D, 0.0, max_len=200).pe[0].double()
-    k = 23
-    for i in range(0, D, 2):
-        a = k / 10000 ** (i / D)
-        turn = torch.tensor([[math.cos(a), math.sin(a)], [-math.sin(a), math.cos(a)]]).double()
-        torch.testing.assert_close(
-            pe[k:, i : i + 2], pe[:-k, i : i + 2] @ turn.T, atol=1e-6, rtol=0
-        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -171,15 +153,6 @@ def test_positional_encoding_is_stored():
         assert {n: tuple(t.shape) for n, t in m.state_dict().items()} == {"pe": (1, 9, D)}
     learned(torch.randn(B, S, D)).sum().backward()
     assert torch.equal(learned.pe.grad[0, :, 0], torch.tensor([2.0] * S + [0.0] * 2))
-
-
-def test_positional_encoding_refuses_bad_input():
-    m = PositionalEncoding(D, 0.0, max_len=9)
-    with pytest.raises(ValueError, match="x has 10 positions; expected at most max_len = 9"):
-        m(torch.randn(B, 10, D))
-    for shape in ((B, S, 1), (S, D)):
-        with pytest.raises(ValueError, match=r"x has shape .*expected \[B, S, d_model = 16\]"):
-            m(torch.randn(shape))
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -275,24 +248,22 @@ def test_multi_headed_attention(mask, backend, device):
     check(m, tutorial_heads, [query, key, value], mask)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_grouped_heads(kv_heads, backend, device):
-    """Head i reads head i // (h / kv_heads) of keys and values."""
-    m = randomised(MultiHeadedAttention(4, D, 0.0, kv_heads), device)
+def test_grouped_heads_and_sinks(kv_heads, sinks, backend, device):
+    """Head i reads head i // (h / kv_heads) of keys and values; the sinks are a parameter, and the
+    weights of the keys leave a share to them.
+    """
+    m = randomised(MultiHeadedAttention(4, D, 0.0, kv_heads, sinks=sinks), device)
     assert [x.out_features for x in m.linears] == [D, kv_heads * 4, kv_heads * 4, D]
     query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
     check(m, tutorial_heads, [query, key, value], padding().to(device))
-
-
-def test_sinks_of_a_module(backend, device):
-    """A parameter with a gradient; the weights of the keys leave a share to it."""
-    m = randomised(MultiHeadedAttention(4, D, 0.0, 2, sinks=True), device)
-    assert m.sinks.shape == (4,) and m.sinks.requires_grad
-    query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
-    check(m, tutorial_heads, [query, key, value], padding().to(device))
     m.keep_attention = True
-    m(query, key, value)
-    assert (m.attn.sum(-1) < 0.99).any()
+    out = m(query, key, value)
+    assert (m.attn.sum(-1) < 0.99).any() == sinks
+    v = m.linears[2](value).view(B, S, kv_heads, 4).repeat_interleave(4 // kv_heads, 2)
+    joined = torch.einsum("bhts,bshd->bthd", m.attn, v).reshape(B, T, D)
+    torch.testing.assert_close(out, m.linears[3](joined))
 
 
 def test_sinks_are_a_part_of_the_state(device):
@@ -320,17 +291,6 @@ def test_sinks_without_padding_and_with_a_cache(backend, device):
         steps = [m(x[:, n : n + 1], *[x[:, n : n + 1]] * 2, cache=cache) for n in range(S)]
     want = m(x, x, x, is_causal=True)
     torch.testing.assert_close(torch.cat(steps, 1), want)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_weights_of_grouped_heads(kv_heads, device):
-    m = randomised(MultiHeadedAttention(4, D, 0.0, kv_heads), device)
-    m.keep_attention = True
-    x = torch.randn(B, S, D, device=device)
-    out = m(x, x, x)
-    v = m.linears[2](x).view(B, S, kv_heads, 4).repeat_interleave(4 // kv_heads, 2)
-    joined = torch.einsum("bhts,bshd->bthd", m.attn, v).reshape(B, S, D)
-    torch.testing.assert_close(out, m.linears[3](joined))
 
 
 def test_multi_headed_attention_masks_by_head(device):
@@ -453,16 +413,6 @@ def test_dropout_of_the_attention_weights(backend, device):
     kept = randomised(MultiHeadedAttention(H, D, dropout=0.0), device)
     kept.load_state_dict(m.state_dict())
     assert torch.equal(m.eval()(x, x, x), kept(x, x, x))
-
-
-def test_dropout_keeps_the_mean(device):
-    m = randomised(MultiHeadedAttention(H, D, dropout=0.25), device)
-    x = torch.randn(1, T, D, device=device).expand(3000, T, D)
-    expected = copy.deepcopy(m).eval()(x[:1], x[:1], x[:1])[0]
-    out = m(x, x, x)
-    error = out.std(0) / 3000**0.5
-    assert ((out.mean(0) - expected).abs() < 5 * error + 1e-5).all()
-    assert out.std(0).mean() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -753,9 +703,11 @@ def test_other_spellings_load(spelling):
     assert len(state) == len(m.state_dict())
     assert not set(state) & set(m.state_dict())
     given = dict(state)
-    other = MODULES[name]().eval()
+    other, inner = MODULES[name]().eval(), MODULES[name]().eval()
     other.load_state_dict(state, strict=True)
-    assert torch.equal(call(other), call(m))
+    nested = {f"layers.0.{key}": tensor for key, tensor in state.items()}
+    nn.ModuleDict({"layers": nn.ModuleList([inner])}).load_state_dict(nested, strict=True)
+    assert torch.equal(call(other), call(m)) and torch.equal(call(inner), call(m))
     assert list(state) == list(given)  # the caller's dict is as it was
     assert set(other.state_dict()) == set(m.state_dict())  # and ours are the names that are saved
 

@@ -84,22 +84,6 @@ def test_positions_restart_with_each_packed_sequence(backend, device):
     assert torch.equal(cos, table[0][positions]) and torch.equal(sin, table[1][positions])
 
 
-def test_decoding(device):
-    """Greedy, drawn and by beams, with and without a cache; prompts of several lengths."""
-    model = small_model(device, max_len=20)
-    prompts = torch.tensor([[7, 8, 9], [5, 6, 0]], device=device)
-    given = model, prompts, prompts != 0, 12
-    caches = True, False, ff.DecoderCache(16, page_size=16)
-    found = [ff.greedy_decode(*given, end_symbol=2, cache=cache) for cache in caches]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    drawn = [ff.sample(*given, end_symbol=2, seed=3, cache=cache) for cache in caches]
-    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
-    best = [ff.beam_search(*given, end_symbol=2, num_beams=3, cache=c).tokens for c in caches[:2]]
-    assert torch.equal(best[0], best[1])
-    with pytest.raises(ValueError, match="max_len is 22; expected at most 21, the positions of"):
-        ff.greedy_decode(model, prompts, None, 22)
-
-
 def test_one_op_rotates_and_normalizes(device, monkeypatch):
     """Each layer calls it once; with a hook on a norm, that module runs, with the same result."""
     model, tokens, calls = small_model(device), ids(device), []
@@ -161,22 +145,6 @@ def test_padding_and_hidden_layers_train(device):
     assert sum("query_norm" in name for name in named) == 2
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"positions": "alibi"}, "positions is 'alibi'; expected one of sinusoidal, rotary"),
-        ({"positions": "rotary", "h": 16}, "d_model / h is 1 with positions 'rotary'; expected"),
-        ({"positions": "rotary", "learned_positions": True}, "learned_positions is True with"),
-        ({"positions": "rotary", "rope_theta": 0}, "^rope_theta is 0.0; expected a positive"),
-        ({"rope_theta": 10000.0}, "rope_theta is 10000.0 with positions 'sinusoidal', which have"),
-        ({"qk_norm": "yes"}, "qk_norm is 'yes'; expected True or False"),
-    ],
-)
-def test_make_decoder_refuses(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        ff.make_decoder(**{"vocab": V, "d_model": 16, "N": 1, "h": 4} | options)
-
-
 def test_the_default_of_rope_theta():
     """make_decoder has the one of RotaryEmbedding, which is that of the paper."""
     size = dict(d_model=16, N=0, h=2, positions="rotary")
@@ -203,3 +171,5 @@ def test_layers_refuse(device):
         attention(x, x, x, cache=memory, rotary=model.decoder.rotary(x[:, :T]))
     with pytest.raises(TypeError, match="rotary is a int; expected a RotaryEmbedding or None"):
         ff.Encoder(model.decoder.layers[0], 1, rotary=1)
+    with pytest.raises(ValueError, match="max_len is 10; expected at most 9, the positions of"):
+        ff.greedy_decode(model, ids(device), None, T + 3)

@@ -30,22 +30,21 @@ MODELS = {
     "EncoderDecoder": lambda: ff.EncoderDecoder(
         **dict(ff.make_model(7, 9, **SMALL, activation="gelu").named_children())
     ),
-    "of several dtypes": lambda: mixed(ff.make_decoder(7, **SMALL)),
+    "of several dtypes": lambda: cast_part(
+        ff.make_decoder(7, **SMALL), torch.bfloat16, lambda model: model.decoder.norm
+    ),
     "rotary in float64": lambda: ff.make_decoder(7, **SMALL, positions="rotary").double(),
-    "rotary, a table of float32": lambda: float64_weights(
-        ff.make_decoder(7, **SMALL, positions="rotary")
+    "rotary, a table of float32": lambda: cast_part(
+        ff.make_decoder(7, **SMALL, positions="rotary"),
+        torch.float64,
+        lambda model: model.decoder.rotary,
     ),
 }
 
 
-def mixed(model):
-    model.bfloat16().decoder.norm.float()
-    return model
-
-
-def float64_weights(model):
-    table = model.double().decoder.rotary
-    table.float()
+def cast_part(model, dtype, part):
+    """Cast the model to the dtype, and a part of it to float32."""
+    part(model.to(dtype)).float()
     return model
 
 
@@ -140,58 +139,49 @@ def test_what_killed_saves_have_left_is_removed_after_a_day(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], "model"])
 
 
-def of_another_class(model):
-    model.decoder.layers[1].feed_forward = nn.Sequential(model.decoder.layers[1].feed_forward)
+# By name: what makes the model another than its factory's, and the words of the error.
+CHANGES = {
+    "another class": (
+        lambda m: setattr(m.decoder.layers[1], "feed_forward", nn.Sequential()),
+        "decoder.layers.1.feed_forward is a Sequential",
+    ),
+    "deeper": (
+        lambda m: m.encoder.layers.append(copy.deepcopy(m.encoder.layers[0])),
+        "the model alone has a module encoder.layers.2",
+    ),
+    "epsilon": (
+        lambda m: setattr(m.decoder.norm, "eps", 1e-3), "decoder.norm.eps is 0.001; expected 1e-06"
+    ),
+    "without bias": (
+        lambda m: setattr(m.generator.proj, "bias", None),
+        "model differs from what make_model makes: generator.proj.bias",
+    ),
+    "without positions": (
+        lambda m: setattr(m, "src_embed", m.src_embed[0]),
+        "model has other modules than make_model makes",
+    ),
+    "dropout": (
+        lambda m: setattr(m.src_embed[1].dropout, "p", 0.5),
+        "src_embed.1.dropout.p is 0.5; expected 0.1",
+    ),
+    "complex numbers": (
+        lambda m: setattr(m.decoder.norm.weight, "data", m.decoder.norm.weight.data.cfloat()),
+        "model: .* has dtype torch.complex64; expected float32, float16,",
+    ),
+    "shared": (
+        lambda m: setattr(m.decoder.layers[0].self_attn.linears[0], "weight",
+                          m.decoder.layers[1].self_attn.linears[0].weight),
+        "decoder.layers.1.self_attn.linears.0.weight",
+    ),
+    "accelerated": (ff.accelerate, None),  # nothing of the package's own is replaced
+}  # fmt: skip
 
 
-def deeper(model):
-    model.encoder.layers.append(copy.deepcopy(model.encoder.layers[0]))
-
-
-def another_epsilon(model):
-    model.decoder.norm.eps = 1e-3
-
-
-def without_bias(model):
-    model.generator.proj.bias = None
-
-
-def without_positions(model):
-    model.src_embed = model.src_embed[0]
-
-
-def another_dropout(model):
-    model.src_embed[1].dropout.p = 0.5
-
-
-def of_complex_numbers(model):
-    model.decoder.norm.weight.data = model.decoder.norm.weight.data.cfloat()
-
-
-def shared(model):
-    model.decoder.layers[0].self_attn.linears[0].weight = (
-        model.decoder.layers[1].self_attn.linears[0].weight
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (of_another_class, "decoder.layers.1.feed_forward is a Sequential"),
-        (deeper, r"the model alone has a module encoder.layers.2"),
-        (another_epsilon, r"decoder.norm.eps is 0.001; expected 1e-06"),
-        (without_bias, "model differs from what make_model makes: generator.proj.bias"),
-        (without_positions, "model has other modules than make_model makes"),
-        (shared, "decoder.layers.1.self_attn.linears.0.weight"),
-        (another_dropout, r"src_embed.1.dropout.p is 0.5; expected 0.1"),
-        (of_complex_numbers, "model: .* has dtype torch.complex64; expected float32, float16,"),
-        (ff.accelerate, None),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
 def test_a_model_that_its_factory_does_not_make_is_refused(change, words, tmp_path):
     model = MODELS["make_model"]()
     change(model)
-    if words is None:  # nothing of the package's own is replaced
+    if words is None:
         return ff.save_model(model, tmp_path / "model")
     with pytest.raises(ValueError, match=words):
         ff.save_model(model, tmp_path / "model")
@@ -308,8 +298,3 @@ def test_bad_arguments_of_load(tmp_path):
     with pytest.raises(ValueError, match="device is 'abacus'; expected a device"):
         ff.load_model(tmp_path / "model", device="abacus")
     assert next(ff.load_model(tmp_path / "model", device="meta").parameters()).is_meta
-
-
-def test_a_damaged_file_names_no_code():
-    """Only the two factories are called, by name."""
-    assert set(saving.FACTORIES) == {"make_model", "make_decoder"}

@@ -24,6 +24,39 @@ Edit = tuple[str, str, str]  # a function of the kernel, and what to replace in 
 OUTPUTS = ("O", "LSE", "STATISTICS", "DQ", "DK", "DV", "DBIAS")
 
 
+LENGTHS = torch.tensor([0, 67])
+MASK = torch.rand(2, 1, 1, 200, generator=torch.Generator().manual_seed(0)) < 0.7
+MASK[0, ..., 64:128] = False  # a whole tile
+ONE_HIDDEN = torch.arange(128).expand(1, 1, 1, -1) != 70
+DROPOUT: dict[str, Any] = dict(dropout_p=0.25, dropout_seed=5)
+BOTTOM_RIGHT: dict[str, Any] = dict(is_causal=True, causal_alignment="bottom_right")
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # sizes and options, by name
+    "plain": ({}, {}),
+    "whole tiles": (dict(sq=128, sk=256), {}),
+    "one tile": (dict(sq=1, sk=3), {}),
+    "causal": (dict(sq=150, sk=200), dict(is_causal=True)),
+    "causal to the last key": (dict(sq=200, sk=130), dict(is_causal=True)),
+    "bottom-right": (dict(sq=70), BOTTOM_RIGHT),
+    "no key": (dict(sq=190, sk=40), BOTTOM_RIGHT),
+    "lengths": ({}, dict(key_lengths=LENGTHS)),
+    "lengths, causal": ({}, dict(key_lengths=LENGTHS + 60, is_causal=True)),
+    "a bound to the right": (dict(sq=40), dict(window=(None, 70))),
+    "sinks": ({}, dict(sinks=torch.tensor([0.5, -torch.inf]), key_lengths=LENGTHS)),
+    "mask": ({}, dict(attn_mask=MASK)),
+    "dropout": ({}, DROPOUT),
+}
+
+
+def inputs(
+    sq: int = 130, sk: int = 200, d: int = 64, dv: int = 64, h: int = 2, g: int = 1, b: int = 2,
+    dtype: torch.dtype = torch.bfloat16, spread: float = 3,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Tensors whose scaled scores have the standard deviation `spread`."""
+    shapes = (h, sq, d), (g, sk, d), (g, sk, dv)
+    query, key, value = (torch.randn(b, *shape) for shape in shapes)
+    return {"query": (spread * query).to(dtype), "key": key.to(dtype), "value": value.to(dtype)}
+
+
 @functools.cache
 def kernel(name: str, edits: tuple[Edit, ...]) -> gluon_simulator.Kernel:
     of = {function: [e[1:] for e in edits if e[0] == function] for function, *_ in edits}

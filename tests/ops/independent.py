@@ -57,22 +57,26 @@ def kept(words, p):
     return np.zeros(words.shape) if p == 1 else (words >= p * 2**16) / (1 - p)
 
 
-def tile_factors(shape, batch_head, p, seed, first=(0, 0)):
-    """Of [rows, columns] of scores from the `first` on, or of the hidden elements of a
-    feed-forward, batch_head 0: an element takes the low half, or the high one if j // 8 is odd, of
-    the first word, or the second if i // 8 is odd, of counter (i', j' ^ shift), in which x' numbers
-    x with bit 3 left out. Output batch_head + 1 of SplitMix64 gives the key, its low word, and the
-    shift, its high word.
+def tile_words(rows, columns, batch_head, seed):
+    """Of rows and columns of scores, or of the hidden elements of a feed-forward, batch_head 0: an
+    element takes the low half, or the high one if j // 8 is odd, of the first word, or the second
+    if i // 8 is odd, of counter (i', j' ^ shift), in which x' numbers x with bit 3 left out. Output
+    batch_head + 1 of SplitMix64 gives the key, its low word, and the shift, its high word.
     """
-    if not p:
-        return 1.0
-    (a, b), (rows, columns) = first, map(int, shape)
-    i, j = np.ogrid[:rows, b : b + columns]
-    i = i + a if np.ndim(a) == 0 else np.reshape(a, (-1, 1))  # of each row, or of the first
+    i, j = np.reshape(rows, (-1, 1)), np.reshape(columns, (1, -1))
     z = splitmix(batch_head + 1, seed)
     words = philox_of_two(i // 16 * 8 + i % 8, j // 16 * 8 + j % 8 ^ z >> 32, z & M32)
     word = np.where(i // 8 % 2, words[1], words[0])
-    return kept(np.where(j // 8 % 2, word >> np.uint64(16), word & np.uint64(0xFFFF)), p)
+    return np.where(j // 8 % 2, word >> np.uint64(16), word & np.uint64(0xFFFF))
+
+
+def tile_factors(shape, batch_head, p, seed, first=(0, 0)):
+    """Of [rows, columns], from the `first` on; its row may be that of each."""
+    if not p:
+        return 1.0
+    (a, b), (rows, columns) = first, map(int, shape)
+    rows = np.arange(rows) + a if np.ndim(a) == 0 else a
+    return kept(tile_words(rows, b + np.arange(columns), batch_head, seed), p)
 
 
 def places(rows, shard):

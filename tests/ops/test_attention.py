@@ -127,67 +127,57 @@ def masked_rows(out):
     return out.detach().abs().sum(-1) == 0
 
 
+def every_option(device, dtype=torch.float32, b=B, h=H, sq=SQ, sk=SK):
+    """(tensors, options) of a call by name: of masks, windows and the like, biases and sinks."""
+    found = {name: ({}, x) for name, x in masks(device, b, h, sq, sk).items()}
+    found |= {f"band, {name}": ({}, x) for name, x in bands(device, b, h, sk).items()}
+    for name, (bias, options) in biases(device, dtype, b, h, sq, sk).items():
+        found[f"bias, {name}"] = {"bias": bias}, options
+    for name, (bias, options) in sunk(device, b, h, sq, sk).items():
+        kind = dtype if name in ("mask", "together") else torch.float32
+        sinks = (torch.randn(h, device=device) * 3 + 2).to(kind)
+        found[f"sinks, {name}"] = {"bias": bias, "sinks": sinks}, options
+    return found
+
+
+def attend_in_groups(**inputs):
+    return functional.scaled_dot_product_attention(**inputs, enable_gqa=True)
+
+
+def with_lse(**inputs):
+    """One tensor of both."""
+    out, lse = functional.scaled_dot_product_attention(**inputs, enable_gqa=True, return_lse=True)
+    return torch.cat([out.flatten(), lse.flatten().to(out.dtype)])
+
+
 @pytest.mark.sample
-@pytest.mark.parametrize("case", list(masks("cpu")))
+@pytest.mark.parametrize("case", every_option("cpu"))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_mask(backend, device, against_oracle, case, dtype):
-    x = qkv(dtype=dtype, device=device)
-    against_oracle(functional.scaled_dot_product_attention, x, **masks(device)[case])
+def test_every_option(backend, device, against_oracle, case, dtype):
+    """The gradient of sinks has an element a head: so few that eager's may be right by luck."""
+    more, options = every_option(device, dtype)[case]
+    x = qkv(dtype=dtype, device=device) | more
+    few = "sinks" in x
+    against_oracle(functional.scaled_dot_product_attention, x, small=few, **options)
+    if few and dtype == torch.float32:
+        against_oracle(with_lse, x, **options)
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("case", list(biases("cpu")))
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_bias(backend, device, against_oracle, case, dtype):
-    bias, options = biases(device, dtype)[case]
-    x = {**qkv(dtype=dtype, device=device), "bias": bias}
-    against_oracle(functional.scaled_dot_product_attention, x, **options)
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("case", list(bands("cpu")))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_band(backend, device, against_oracle, case, dtype):
-    x = qkv(dtype=dtype, device=device)
-    against_oracle(functional.scaled_dot_product_attention, x, **bands(device)[case])
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("blocks", [(16, 32), (32, 16)], ids=str)
-@pytest.mark.parametrize("case", list(bands("cpu")))
-def test_bands_in_tiles(device, against_oracle, tiles, blocks, case):
-    """Skipped, whole and cut tiles; more queries than keys, and fewer."""
+@pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (64, 64)], ids=str)
+@pytest.mark.parametrize("case", every_option("cpu"))
+def test_every_option_in_tiles(device, against_oracle, tiles, blocks, case):
+    """Skipped, whole and cut tiles; more queries than keys, and fewer. Dropout does not depend on
+    the tile.
+    """
     tiles(*blocks)
     for sq, sk in ((70, 83), (83, 50)):
-        x = qkv(b=2, h=1, sq=sq, sk=sk, d=16, device=device)
+        sizes = {"b": 2, "h": 2, "sq": sq, "sk": sk}
+        more, options = every_option(device, **sizes)[case]
+        x = qkv(**sizes, g=1, d=16, device=device) | more
+        function = with_lse if "sinks" in x else attend_in_groups
         with use_backend("triton"):
-            against_oracle(
-                functional.scaled_dot_product_attention, x, **bands(device, 2, 1, sk)[case]
-            )
-
-
-@pytest.mark.parametrize("shift", [0, 16])
-def test_bands_on_the_edges_of_tiles(device, against_oracle, tiles, shift):
-    """Bounds one below, on and one above a multiple of the tile."""
-    tiles(16, 16)
-    x = qkv(b=1, h=1, sq=32, sk=32 + shift, d=8, device=device)
-    sides = [(None, 0), (0, None), (1, 1), *((n, 0) for n in (15, 16, 17)), (16, 16)]
-    sides += [(0, n) for n in (15, 16, 17)] + [(32, 1), (1, 32)]
-    with use_backend("triton"):
-        for window in sides:
-            against_oracle(
-                functional.scaled_dot_product_attention, x, window=window,
-                causal_alignment="bottom_right",
-            )  # fmt: skip
-
-
-@pytest.mark.parametrize("case", list(biases("cpu")))
-def test_biases_in_tiles(device, against_oracle, tiles, case):
-    tiles(16, 32)
-    bias, options = biases(device, b=2, h=2, sq=40, sk=70)[case]
-    x = {**qkv(b=2, h=2, sq=40, sk=70, d=16, device=device), "bias": bias}
-    with use_backend("triton"):
-        against_oracle(functional.scaled_dot_product_attention, x, **options)
+            against_oracle(function, x, **options)
 
 
 @pytest.mark.parametrize("of", ["keys", "queries and keys"])
@@ -411,11 +401,6 @@ def test_grouped_heads(backend, device, against_oracle, g, dtype):
     against_oracle(functional.scaled_dot_product_attention, x, enable_gqa=True, attn_mask=mask)
 
 
-def test_long(backend, device, against_oracle):
-    x = qkv(b=1, h=1, sq=1000, sk=1000, d=64, dtype=torch.bfloat16, device=device)
-    against_oracle(functional.scaled_dot_product_attention, x, is_causal=True)
-
-
 @pytest.mark.parametrize("s", [128, 129, 191, 192, 193, 255])
 def test_every_remainder_of_128(backend, device, against_oracle, s):
     """pytorch#139298, #196678: NaN in dQ with a mask where S % 128 is 64."""
@@ -435,60 +420,34 @@ def test_a_very_negative_log_sum_exp(backend, device, against_oracle):
     against_oracle(functional.scaled_dot_product_attention, x, bias=bias)
 
 
-FAR = [(name, 2) for name in ("query", "key", "value", "bias", "attn_mask", "gradient")]
-FAR += [(n, d) for n in ("query", "key", "value", "gradient", "bias", "attn_mask") for d in (0, 1)]
-FAR += [("bias", 3), ("attn_mask", 3), ("bias of keys", 3), ("mask of keys", 3)]
+FLOATING = "query", "key", "value", "gradient", "bias"
+FAR = [(name, dim) for name in (*FLOATING, "attn_mask") for dim in (0, 1, 2)]
+FAR += [("bias", 3), ("attn_mask", 3), ("bias of keys", 3), ("attn_mask of keys", 3)]
 FAR += [("alibi_slopes", 0), ("alibi_slopes", 1), ("key_lengths", 0)]
+FAR += [(f"{name} of tiles", 2) for name in (*FLOATING, "attn_mask")]
+FAR += [("bias of tiles", 3), ("attn_mask of tiles", 3)]
 
 
 @pytest.mark.parametrize("far, dim", FAR)
-def test_offsets_past_int32(backend, device, spread, far, dim):
-    """Rows, heads, batches, columns so far apart that the last one stands past 2^31 elements."""
+def test_offsets_past_int32(backend, device, request, same_when_far, far, dim):
+    """Rows, heads, batches, columns so far apart that the last one stands past 2^31 elements; in
+    tiles already the first of a tile.
+    """
+    far, _, of = far.partition(" of ")
     n, b, h = (40, 1, 1) if dim >= 2 else (20, 3, 1) if dim == 0 else (20, 1, 3)
+    if of == "tiles":
+        request.getfixturevalue("tiles")(16, 16)
+        n = 33
     x = qkv(b, h, sq=n, sk=n, d=16, dtype=torch.bfloat16, device=device)
     x["gradient"] = torch.randn_like(x["query"])
-    far, _, row = far.partition(" of ")
-    far = {"mask": "attn_mask"}.get(far, far)
-    rows = 1 if row else n
+    rows = 1 if of == "keys" else n
     x["bias"] = torch.randn(b, h, rows, n, device=device).bfloat16()
     x["attn_mask"] = torch.rand(b, h, rows, n, device=device) > 0.3
     if far in ("alibi_slopes", "key_lengths"):
         x["alibi_slopes"] = torch.rand(b, h, device=device).half()
         x["key_lengths"] = torch.tensor([n, 3, 9], device=device, dtype=torch.int16)[:b]
-    attend, results = functional.scaled_dot_product_attention, []
-    for inputs in (x, {**x, far: spread(x[far], dim)}):
-        leaves = {k: t.detach() for k, t in inputs.items()}  # the same memory, not a copy
-        gradient = leaves.pop("gradient")
-        for name in leaves.keys() - {"attn_mask", "alibi_slopes", "key_lengths"}:
-            leaves[name].requires_grad_()
-        wanted = [t for t in leaves.values() if t.requires_grad]
-        out = attend(**leaves)
-        results.append([out, *torch.autograd.grad(out, wanted, gradient)])
-    for near, spread_out in zip(*results):
-        assert torch.equal(near, spread_out)
-
-
-FAR_TILES = [(n, 2) for n in ("query", "key", "value", "gradient", "bias", "attn_mask")]
-
-
-@pytest.mark.parametrize("far, dim", [*FAR_TILES, ("bias", 3), ("attn_mask", 3)])
-def test_tiles_past_int32(device, spread, tiles, far, dim):
-    """Whose first row, or column, already stands past 2^31 elements."""
-    tiles(16, 16)
-    x = qkv(1, 1, sq=33, sk=33, d=16, dtype=torch.bfloat16, device=device)
-    x["bias"] = torch.randn(1, 1, 33, 33, device=device).bfloat16()
-    x["attn_mask"] = torch.rand(1, 1, 33, 33, device=device) > 0.3
-    x["gradient"] = torch.randn_like(x["query"])
-    results = []
-    for inputs in (x, {**x, far: spread(x[far], dim)}):
-        leaves = {k: t.detach() for k, t in inputs.items()}  # the same memory, not a copy
-        gradient, mask = leaves.pop("gradient"), leaves.pop("attn_mask")
-        leaves = {k: t.requires_grad_() for k, t in leaves.items()}
-        with use_backend("triton"):
-            out = functional.scaled_dot_product_attention(**leaves, attn_mask=mask)
-        results.append([out, *torch.autograd.grad(out, list(leaves.values()), gradient)])
-    for near, spread_out in zip(*results):
-        assert torch.equal(near, spread_out)
+    attend = functional.scaled_dot_product_attention
+    same_when_far(attend, x, far, dim, fixed=("alibi_slopes",))
 
 
 def test_a_length_past_the_keys(device):
@@ -515,38 +474,6 @@ def test_large_logits(backend, device, against_oracle):
 def test_scale(backend, device, against_oracle, scale):
     x = qkv(b=1, h=1, sq=20, sk=30, d=16, device=device, logits=0.5)
     against_oracle(functional.scaled_dot_product_attention, x, scale=scale, is_causal=True)
-
-
-@pytest.mark.parametrize("by", ["mask", "bias"])
-def test_hidden_keys_of_wide_heads_may_hold_anything(backend, device, by):
-    x = qkv(b=1, h=1, sq=20, sk=40, d=144, device=device)
-    seen = torch.ones(40, dtype=torch.bool, device=device)
-    seen[[5, 39]] = False
-    options = {"attn_mask": seen[None]}
-    if by == "bias":
-        options = {"bias": torch.where(seen, 0.5, -torch.inf)}
-    found = []
-    for fill in (0.0, float("nan")):
-        hidden = (x[name].masked_fill(~seen[:, None], fill) for name in ("key", "value"))
-        leaves = [t.requires_grad_() for t in (x["query"].clone(), *hidden)]
-        out = functional.scaled_dot_product_attention(*leaves, **options)
-        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for clean, poisoned in zip(*found):
-        assert torch.equal(clean, poisoned)
-
-
-@pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (64, 64)], ids=str)
-@pytest.mark.parametrize("case", ["causal", "lengths", "key_mask", "together"])
-def test_tiles(device, against_oracle, tiles, blocks, case):
-    """Several tiles each way, whole ones and cut ones; dropout and masks do not depend on the
-    tile.
-    """
-    tiles(*blocks)
-    x = qkv(b=2, h=1, sq=70, sk=83, d=16, device=device)
-    with use_backend("triton"):
-        against_oracle(
-            functional.scaled_dot_product_attention, x, **masks(device, 2, 1, 70, 83)[case]
-        )
 
 
 @pytest.mark.parametrize("shape", [(1, H, 1, SK), (B, 1, 1, SK), (1, 1, SQ, 1), (1, H, SQ, SK)])
@@ -584,23 +511,6 @@ def test_memory_order(device, heads):
             out = functional.scaled_dot_product_attention(*leaves)
             for t in (out, *torch.autograd.grad(out.sum(), leaves)):
                 assert t.permute(order).is_contiguous()
-
-
-@pytest.mark.parametrize("by", ["mask", "bias"])
-def test_a_hidden_key_under_softcap(backend, device, by):
-    x = qkv(b=1, h=1, sq=20, sk=20, d=8, device=device)
-    mask = torch.ones(1, 1, 1, 20, dtype=torch.bool, device=device)
-    mask[..., 5] = False
-    mask = mask if by == "mask" else torch.where(mask, 0.5, -torch.inf)
-    grads = []
-    for fill in (0.0, float("nan")):
-        leaves = [t.clone() for t in x.values()]
-        leaves[1][:, :, 5] = leaves[2][:, :, 5] = fill
-        leaves = [t.requires_grad_() for t in leaves]
-        out = functional.scaled_dot_product_attention(*leaves, mask, softcap=30.0)
-        grads.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for clean, poisoned in zip(*grads):
-        assert torch.equal(clean, poisoned)
 
 
 @pytest.mark.parametrize("softcap", [1.0, 10.0, 100.0])
@@ -773,91 +683,6 @@ def test_every_field_of_a_key(monkeypatch):
     assert rest in ([], [packed["key"].shape])  # which the query and the value imply
 
 
-def test_devices_are_told_apart(monkeypatch):
-    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
-    calls = []
-    signature = attention.signature_of
-    monkeypatch.setattr(attention, "signature_of", lambda *a: calls.append(a) or signature(*a))
-    attention.plans.clear()
-    x = qkv(b=1, h=1, sq=2, sk=2, d=2)
-    with use_backend("triton"):
-        functional.scaled_dot_product_attention(**x)
-    query, *rest = calls[0]
-    elsewhere = torch.empty_like(query, device="meta")
-    assert (query.data_ptr() - elsewhere.data_ptr()) % 16 == 0
-    assert signature(query, *rest) != signature(elsewhere, *rest)
-
-
-def features(device):
-    """The options of a call by name, and the features of a kernel that they take."""
-    mask, seed = torch.ones(20, 30, dtype=torch.bool, device=device), {"dropout_seed": 3}
-    lengths = torch.tensor([30, 9], device=device)
-    two = torch.zeros(2, device=device)
-    return {
-        "plain": ({}, {}),
-        "causal": (dict(is_causal=True), dict(right=True)),
-        "to the left": (dict(window=(3, None)), dict(left=True)),
-        "to the right": (dict(window=(None, 3)), dict(right=True)),
-        "bottom right": (
-            dict(is_causal=True, causal_alignment="bottom_right"),
-            dict(right=True, bottom_right=True),
-        ),
-        "mask of keys": (dict(attn_mask=mask[:1]), dict(mask=1)),
-        "mask": (dict(attn_mask=mask), dict(mask=2)),
-        "bias of keys": (dict(bias=mask[:1].float()), dict(bias=1, fold_scale=False)),
-        "bias": (dict(bias=mask.float()), dict(bias=2, fold_scale=False)),
-        "alibi": (dict(alibi_slopes=two), dict(alibi=True, fold_scale=False)),
-        "softcap": (dict(softcap=2.0), dict(softcap=True, fold_scale=False)),
-        "negative scale": (dict(scale=-1.0), dict(fold_scale=False)),
-        "no scale": (dict(scale=0.0), dict(fold_scale=False)),
-        "lengths": (dict(key_lengths=lengths), dict(lengths=True)),
-        "dropout": (dict(dropout_p=0.5, **seed), dict(dropout=True)),
-        "shard": (
-            dict(is_causal=True, shard=(0, 0, 16, 0, 0, 48, 30)),
-            dict(right=True, shard=True),
-        ),
-        "sinks": (dict(sinks=two), {}),  # for the forward alone
-    }
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """The arguments of the launches that attention makes, by kernel."""
-    plan = pytest.importorskip("fastformer.kernels.attention.plan")
-    from fastformer.kernels.launch import plans
-
-    arguments = {}
-
-    def launch(kernel, grid, given, *rest, former=plan.Launch):
-        arguments[kernel.fn.__name__] = given
-        return former(kernel, grid, given, *rest)
-
-    monkeypatch.setattr(plan, "Launch", launch)
-    plans.clear()
-    return arguments
-
-
-@pytest.mark.parametrize("name", features("cpu"))
-def test_a_kernel_is_compiled_for_what_a_call_has(device, made, name):
-    """And for nothing else: what a call leaves out costs it nothing."""
-    options, expected = features(device)[name]
-    off = dict.fromkeys(("alibi", "softcap", "left", "right", "bottom_right", "lengths"), False)
-    off |= dict(mask=0, bias=0, page=0, packed=False, dropout=False, sink=False, key_grad=False)
-    off |= dict(fold_scale=True, shard=False, bounds=0)
-    off["sections"] = "left" in expected or "right" in expected
-    off["separate_max"] = "bias" in expected or "alibi" in expected
-    x = {n: t.requires_grad_() for n, t in qkv(b=2, h=2, sq=20, sk=30, d=8, device=device).items()}
-    with use_backend("triton"):
-        functional.scaled_dot_product_attention(**x, **options).sum().backward()
-    kernels = {n: a["has"] for n, a in made.items() if "has" in a}
-    assert sorted(kernels) == ["backward_dkdv_kernel", "backward_dq_kernel", "forward_kernel"]
-    for kernel, has in kernels.items():
-        sink = {"sink": name == "sinks" and kernel == "forward_kernel"}
-        assert {n: x.value for n, x in has._asdict().items()} == off | expected | sink
-        # Triton makes a constant of 1, which is then no argument of the compiled kernel.
-        assert made[kernel]["sizes"].shard == 1 or name == "shard"
-
-
 @pytest.mark.parametrize("d, dv", [(8, 40), (40, 8)])
 def test_tiles_are_those_of_the_wider_head(device, monkeypatch, d, dv):
     """Of queries and keys, or of values: the others may not fit a GPU's shared memory."""
@@ -870,15 +695,6 @@ def test_tiles_are_those_of_the_wider_head(device, monkeypatch, d, dv):
             0, 0
         ].sum().backward()
     assert {block for _, _, _, block, *_ in asked} == {64} and len(asked) == 4
-
-
-@pytest.mark.parametrize("step, wide", [(2**31 - 1, False), (2**31, True)])
-def test_where_int32_ends(step, wide):
-    """Offsets in a head that reach 2^31 elements are counted in 64 bits, smaller ones in 32."""
-    plan = pytest.importorskip("fastformer.kernels.attention.plan")
-    x = torch.empty(2**33, dtype=torch.int8, device="meta")
-    assert plan._spans_int32(x.as_strided((3, 3, 2, 1), (7, 5, step, 1))) == wide
-    assert plan._spans_int32(x.as_strided((3, 3, 1, 2), (7, 5, 1, step))) == wide
 
 
 def test_every_field_of_a_key_of_the_backward(device):
@@ -1035,35 +851,51 @@ def test_short_rows_after_a_fake_call(against_oracle):
             against_oracle(functional.scaled_dot_product_attention, x, is_causal=is_causal)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+FORMS = {  # sq, sk, d, options
+    "plain": (20, 70, 16, {}),
+    "dropout": (20, 70, 16, {"dropout_p": 0.3, "dropout_seed": 3}),
+    "one query": (1, 70, 16, {}),
+    "wide heads": (20, 70, 144, {}),
+    "softcap": (20, 70, 8, {"softcap": 30.0}),
+    "whole tiles": (32, 80, 8, {}),
+}
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("by", ["lengths", "mask", "both", "mask, one query", "bias"])
-def test_hidden_keys_may_hold_anything(backend, device, by, poison, dropout_p):
-    """pytorch#101967: 0 * NaN of a key that no query may see leaked into every output."""
-    by, one, _ = by.partition(", one query")
-    x = qkv(sq=1 if one else 20, sk=70, d=16, device=device)
-    visible = torch.ones(B, 1, 1, 70, dtype=torch.bool, device=device)
-    visible[0, ..., 50:] = False
-    visible[1, ..., 66:] = False
-    lengths = visible.sum((1, 2, 3))
+@pytest.mark.parametrize("by", ["lengths", "mask", "both", "bias"])
+def test_hidden_keys_may_hold_anything(backend, device, request, by, poison, form):
+    """pytorch#101967: 0 * NaN of a key that no query may see leaked into every output. In whole
+    tiles beside a mask and a bias of every pair.
+    """
+    sq, sk, d, options = FORMS[form]
+    x = qkv(sq=sq, sk=sk, d=d, device=device)
+    visible = torch.ones(B, 1, 1, sk, dtype=torch.bool, device=device)
+    visible[0, ..., 50:] = visible[1, ..., 66:] = False
+    options = dict(options)
+    if by in ("lengths", "both"):
+        options["key_lengths"] = visible.sum((1, 2, 3))
     if by in ("mask", "bias"):
         visible[0, ..., 2] = False
-    arguments = {"dropout_p": dropout_p, "dropout_seed": 3}
-    arguments |= {"key_lengths": lengths} if by in ("lengths", "both") else {}
-    arguments |= {"attn_mask": visible} if by in ("mask", "both") else {}
-    arguments |= {"bias": torch.where(visible, 0.5, -torch.inf)} if by == "bias" else {}
+    if by in ("mask", "both"):
+        options["attn_mask"] = visible
+    elif form == "whole tiles":
+        options["attn_mask"] = torch.rand(B, 1, sq, sk, device=device) > 0.3
+    if by == "bias":
+        options["bias"] = torch.where(visible, 0.5, -torch.inf)
+    if form == "whole tiles":
+        pairs = torch.randn(1, 1, sq, sk, device=device)
+        x["bias"] = options.pop("bias", pairs)  # with a gradient of its own
+        request.getfixturevalue("tiles")(16, 16)
     results = []
     for fill in (0.0, poison):
-        hidden = ~visible.transpose(2, 3)
-        leaves = [
-            x["query"].clone().requires_grad_(),
-            x["key"].masked_fill(hidden, fill).requires_grad_(),
-            x["value"].masked_fill(hidden, fill).requires_grad_(),
-        ]
-        out = functional.scaled_dot_product_attention(*leaves, **arguments)
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        hidden = {n: x[n].masked_fill(~visible.mT, fill) for n in ("key", "value")}
+        leaves = {n: t.clone().requires_grad_() for n, t in (x | hidden).items()}
+        out = functional.scaled_dot_product_attention(**leaves, **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))])
         with torch.no_grad():
-            results[-1].append(functional.scaled_dot_product_attention(*leaves, **arguments))
+            results[-1].append(functional.scaled_dot_product_attention(**leaves, **options))
     for clean, poisoned in zip(*results):
         assert torch.equal(clean, poisoned)
 
@@ -1082,23 +914,6 @@ def test_empty(backend, device, shape, bias):
     assert lse.shape == x["query"].shape[:3] and (lse == float("-inf")).all()
     for t, g in zip(x.values(), torch.autograd.grad(out.sum(), list(x.values()))):
         assert g.shape == t.shape and (g == 0).all()
-
-
-def test_same_bits_every_time(backend, device):
-    lengths = torch.tensor([40, 17], device=device)
-    x = {n: t.requires_grad_() for n, t in qkv(g=1, sq=40, sk=50, d=16, device=device).items()}
-    x["bias"] = torch.randn(1, 40, 50, device=device, requires_grad=True)
-    x["sinks"] = torch.randn(H, device=device, requires_grad=True)
-
-    def run():
-        out = functional.scaled_dot_product_attention(
-            **x, enable_gqa=True, dropout_p=0.1, dropout_seed=1, key_lengths=lengths
-        )
-        return [out, *torch.autograd.grad(out.square().sum(), list(x.values()))]
-
-    first = run()
-    for _ in range(49 if device.type == "cuda" else 4):  # a CPU runs programs one after another
-        assert all(torch.equal(a, b) for a, b in zip(first, run()))
 
 
 class Largest(TorchDispatchMode):
@@ -1142,61 +957,7 @@ def test_nothing_of_size_sq_sk(device, monkeypatch, bias_shape):
     assert largest.elements == s * s if asked_for else largest.elements <= s * 16
 
 
-SUBSETS = [s for n in range(1, 4) for s in itertools.combinations(range(4), n)]
-
-
-@pytest.mark.parametrize("shape", [(20, 30), (30,)], ids=str)
-@pytest.mark.parametrize("needed", SUBSETS, ids=str)
-def test_gradients_for_some_inputs_only(backend, device, needed, shape):
-    x = list(qkv(b=1, h=1, sq=20, sk=30, d=16, device=device).values())
-    x.append(torch.randn(shape, device=device))
-    every = [t.clone().requires_grad_() for t in x]
-    some = [t.clone().requires_grad_(i in needed) for i, t in enumerate(x)]
-    full, part = (
-        functional.scaled_dot_product_attention(*y[:3], bias=y[3], is_causal=True)
-        for y in (every, some)
-    )
-    part.square().sum().backward()  # first: what it remembers must not serve the other
-    full.square().sum().backward()
-    for i, (a, b) in enumerate(zip(every, some)):
-        if i in needed:  # torch's own op is another one where a bias has a gradient
-            torch.testing.assert_close(b.grad, a.grad, atol=1e-5, rtol=1e-5)
-        else:
-            assert b.grad is None
-
-
 # ------------------------------------------------------------------------------------------- sinks
-
-
-def attend_and_lse(**inputs):
-    """One tensor of both, all of it finite."""
-    out, lse = functional.scaled_dot_product_attention(**inputs, enable_gqa=True, return_lse=True)
-    return torch.cat([out.flatten(), lse.flatten().to(out.dtype)])
-
-
-@pytest.mark.parametrize("case", list(sunk("cpu")))
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_sinks(backend, device, against_oracle, dtype, case):
-    """Their gradient has an element a head, so few that eager's may be right by luck: `small`."""
-    bias, options = sunk(device)[case]
-    x = {**qkv(dtype=dtype, device=device), "bias": bias}
-    x["sinks"] = torch.randn(H, device=device) * 3 + 2
-    if case in ("mask", "together"):
-        x["sinks"] = x["sinks"].to(dtype)
-    against_oracle(functional.scaled_dot_product_attention, x, small=True, **options)
-    if dtype == torch.float32:
-        against_oracle(attend_and_lse, x, **options)
-
-
-@pytest.mark.parametrize("case", list(sunk("cpu")))
-def test_sinks_in_tiles(device, against_oracle, tiles, case):
-    tiles(16, 32)
-    sizes = {"b": 2, "h": 4, "sq": 40, "sk": 70}
-    bias, options = sunk(device, **sizes)[case]
-    x = {**qkv(**sizes, g=2, d=16, device=device), "bias": bias}
-    x["sinks"] = torch.randn(4, device=device) * 3
-    with use_backend("triton"):
-        against_oracle(attend_and_lse, x, **options)
 
 
 def test_a_sink_is_a_key_without_a_value(backend, device):
@@ -1611,17 +1372,10 @@ def test_weights_of_a_hidden_key(backend, device):
     "change, error, words",
     [
         ({"rows": 3}, TypeError, "rows is a int; expected a slice or a tensor"),
-        ({"heads": [0]}, TypeError, "heads is a list; expected a slice"),
         ({"rows": torch.tensor([1.0])}, ValueError, "rows has shape .* and dtype torch.float32"),
         ({"rows": torch.tensor([[1]])}, ValueError, r"rows has shape \[1, 1\]"),
-        (
-            {"heads": torch.tensor([2])},
-            ValueError,
-            "heads holds 2 .. 2; expected indices from -2 to 1",
-        ),
-        ({"query": torch.zeros(2, 4, 8)}, ValueError, "query has shape"),
+        ({"heads": torch.tensor([2])}, ValueError, "holds 2 .. 2; expected indices from -2 to 1"),
         ({"key": torch.zeros(2, 1, 5, 8)}, ValueError, "enable_gqa"),
-        ({"window": (-1, 0)}, ValueError, "window is"),
     ],
 )
 def test_bad_input_of_the_weights(change, error, words):
@@ -1633,11 +1387,6 @@ def test_bad_input_of_the_weights(change, error, words):
 # ------------------------------------------------------------------------------------------ bugs
 
 BUGS = PLANTED["attention"]
-
-
-def with_lse(**inputs):
-    out, lse = functional.scaled_dot_product_attention(**inputs, return_lse=True)
-    return torch.cat([out.flatten(), lse.flatten()])
 
 
 def every_feature(device):
@@ -1681,113 +1430,44 @@ def test_a_planted_bug_is_caught(device, against_oracle, tiles, plant_and_check,
 
 # ------------------------------------------------------------------------------------- bad input
 
+ZEROS = torch.zeros
+
 
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        (
-            {"query": torch.zeros(2, 3)},
-            ValueError,
-            r"query has shape \[2, 3\]; expected four",
-        ),
-        (
-            {"key": torch.zeros(2, 2, 5, 9)},
-            ValueError,
-            r"key \[2, 2, 5, 9\]; expected the head dim",
-        ),
-        ({"key": torch.zeros(3, 2, 5, 8)}, ValueError, r"expected the batch of query"),
-        (
-            {"key": torch.zeros(2, 1, 5, 8), "value": torch.zeros(2, 1, 5, 8)},
-            ValueError,
-            "enable_gqa",
-        ),
-        ({"value": torch.zeros(2, 2, 6, 8)}, ValueError, r"value \[2, 2, 6, 8\]; expected"),
-        (
-            {"value": torch.zeros(2, 2, 5, 8).half()},
-            TypeError,
-            "value has dtype torch.float16; expected",
-        ),
-        ({"query": torch.zeros(2, 2, 4, 8).int()}, TypeError, "query has dtype torch.int32"),
-        ({"value": "v"}, TypeError, "value is a str"),
-        ({"attn_mask": torch.zeros(4, 5).int()}, TypeError, "attn_mask has dtype torch.int32"),
-        ({"query": torch.zeros(2, 3, 4)}, ValueError, r"key has shape .*; expected three dimen"),
-        ({"attn_mask": torch.zeros(4, 5).half()}, TypeError, "attn_mask has dtype torch.float16"),
-        ({"attn_mask": "mask"}, TypeError, "attn_mask is a str"),
-        (
-            {"attn_mask": torch.zeros(4, 5), "bias": torch.zeros(4, 5)},
-            ValueError,
-            "attn_mask has dtype torch.float32 and is added",
-        ),
-        ({"attn_mask": torch.zeros(4, 6)}, ValueError, r"attn_mask has shape \[4, 6\]; expe"),
-        ({"bias": torch.zeros(4, 6)}, ValueError, r"bias has shape \[4, 6\]; expected one that"),
-        ({"bias": torch.zeros(4, 5).double()}, TypeError, "bias has dtype torch.float64; expected"),
-        ({"bias": torch.zeros(4, 5).int()}, TypeError, "bias has dtype torch.int32; expected"),
-        ({"bias": 1.0}, TypeError, "bias is a float"),
+        ({"query": ZEROS(2, 3)}, ValueError, r"query has shape \[2, 3\]; expected four"),
+        ({"query": ZEROS(2, 3, 4)}, ValueError, r"key has shape .*; expected three dimen"),
+        ({"query": ZEROS(2, 2, 4, 8, device="meta")}, ValueError, "expected the device of query"),
+        ({"key": ZEROS(2, 2, 5, 9)}, ValueError, r"key \[2, 2, 5, 9\]; expected the head dim"),
+        ({"key": ZEROS(3, 2, 5, 8)}, ValueError, r"expected the batch of query"),
+        (dict.fromkeys(("key", "value"), ZEROS(2, 1, 5, 8)), ValueError, "enable_gqa"),
+        ({"query": ZEROS(2, 3, 4, 8), "enable_gqa": True}, ValueError, "divides 3"),
+        ({"value": ZEROS(2, 2, 6, 8)}, ValueError, r"value \[2, 2, 6, 8\]; expected"),
+        ({"value": ZEROS(2, 2, 5, 8).half()}, TypeError, "value has dtype torch.float16; expected"),
+        ({"attn_mask": ZEROS(4, 5).half()}, TypeError, "attn_mask has dtype torch.float16"),
+        (dict.fromkeys(("attn_mask", "bias"), ZEROS(4, 5)), ValueError, "float32 and is added"),
+        ({"attn_mask": ZEROS(4, 6)}, ValueError, r"^attn_mask has shape \[4, 6\]; expected one"),
+        ({"attn_mask": ZEROS(4, 6) > 0}, ValueError, r"attn_mask has shape \[4, 6\]; expected one"),
+        ({"attn_mask": ZEROS(1, 2, 2, 4, 5) > 0}, ValueError, "broadcasts to"),
+        ({"attn_mask": ZEROS(4, 5, device="meta")}, ValueError, "^attn_mask is on meta; expected"),
+        ({"bias": ZEROS(4, 6)}, ValueError, r"^bias has shape \[4, 6\]; expected one that"),
+        ({"bias": ZEROS(4, 5).double()}, TypeError, "bias has dtype torch.float64; expected"),
         ({"window": (-1, 0)}, ValueError, r"window is \(-1, 0\); expected sides"),
         ({"window": (1, 2, 3)}, ValueError, r"window is .*; expected \(left, right\)"),
         ({"window": 3}, ValueError, r"window is 3; expected \(left, right\)"),
         ({"window": (1.0, None)}, TypeError, "window is .*; expected two ints"),
         ({"causal_alignment": "middle"}, ValueError, "causal_alignment is 'middle'; expected one"),
         ({"alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes has shape \[3\]; expected"),
-        ({"alibi_slopes": torch.ones(2).int()}, TypeError, "alibi_slopes has dtype torch.int32"),
-        ({"alibi_slopes": [1.0, 2.0]}, TypeError, "alibi_slopes is a list"),
         ({"softcap": 0.0}, ValueError, "softcap is 0.0; expected a positive number"),
-        ({"softcap": "30"}, TypeError, "softcap is a str"),
         ({"sinks": [0.0, 0.0]}, TypeError, "sinks is a list; expected a tensor"),
-        ({"sinks": torch.zeros(2).int()}, TypeError, "sinks has dtype torch.int32; expected"),
-        ({"sinks": torch.zeros(2).double()}, TypeError, "sinks has dtype torch.float64; expected"),
-        ({"sinks": torch.zeros(3)}, ValueError, r"sinks has shape \[3\]; expected \[H\] = \[2\]"),
-        ({"sinks": torch.zeros(2, 1)}, ValueError, r"sinks has shape \[2, 1\]; expected \[H\]"),
-        (
-            {"sinks": torch.zeros(2, device="meta")},
-            ValueError,
-            "sinks is on meta; expected the device of query, cpu",
-        ),
-        (
-            {"attn_mask": torch.zeros(4, 6) > 0},
-            ValueError,
-            r"attn_mask has shape \[4, 6\]; expected one that",
-        ),
-        ({"attn_mask": torch.zeros(1, 2, 2, 4, 5) > 0}, ValueError, "broadcasts to"),
-        ({"attn_mask": torch.zeros(4, 6)}, ValueError, r"^attn_mask has shape \[4, 6\]; expected"),
-        (
-            {"attn_mask": torch.zeros(4, 5, device="meta")},
-            ValueError,
-            "^attn_mask is on meta; expected the device of query, cpu",
-        ),
-        ({"bias": torch.zeros(4, 6)}, ValueError, r"^bias has shape \[4, 6\]; expected"),
-        (
-            {"key_lengths": torch.tensor([1, 6])},
-            ValueError,
-            "key_lengths holds 6; expected lengths from 0 to Sk = 5",
-        ),
-        ({"key_lengths": torch.tensor([-1, 5])}, ValueError, "key_lengths holds -1"),
-        (
-            {"key_lengths": torch.tensor([1, 2, 3])},
-            ValueError,
-            r"key_lengths has shape \[3\]; expected \[B\]",
-        ),
-        (
-            {"key_lengths": torch.tensor([1.0, 2.0])},
-            TypeError,
-            "key_lengths has dtype torch.float32",
-        ),
-        ({"key_lengths": [1, 2]}, TypeError, "key_lengths is a list"),
+        ({"sinks": ZEROS(2).double()}, TypeError, "sinks has dtype torch.float64; expected"),
+        ({"sinks": ZEROS(3)}, ValueError, r"sinks has shape \[3\]; expected \[H\] = \[2\]"),
+        ({"sinks": ZEROS(2, device="meta")}, ValueError, "sinks is on meta; expected the device"),
+        ({"key_lengths": torch.tensor([1, 6])}, ValueError, "6; expected lengths from 0 to Sk = 5"),
+        ({"key_lengths": torch.ones(3).int()}, ValueError, r"key_lengths .* \[3\]; expected \[B\]"),
         ({"dropout_p": 1.5}, ValueError, r"dropout_p is 1.5; expected a number in \[0, 1\]"),
-        ({"dropout_p": float("nan")}, ValueError, "dropout_p is nan"),
-        ({"dropout_p": "0.1"}, TypeError, "dropout_p is a str"),
-        ({"dropout_p": 0.1, "dropout_seed": 1.0}, TypeError, "dropout_seed is a float"),
-        (
-            {"dropout_p": 0.1, "dropout_seed": torch.zeros(2).long()},
-            ValueError,
-            "dropout_seed has shape",
-        ),
-        ({"scale": "1"}, TypeError, "scale is a str"),
-        (
-            {"query": torch.zeros(2, 2, 4, 8, device="meta")},
-            ValueError,
-            "key is on cpu; expected the device of query, meta",
-        ),
+        ({"dropout_p": 0.1, "dropout_seed": ZEROS(2).long()}, ValueError, "dropout_seed has shape"),
     ],
 )
 def test_bad_input(backend, change, error, words):
@@ -1863,23 +1543,6 @@ def test_tiles_that_are_kept_away_from():
         where = kernel, arch, dtype, full, tiles
         assert (tiles.BM, tiles.BN) != (64, 128) or tiles.stages == 1, where
         assert arch != "sm_90" or tiles.warps > 4, where
-
-
-def test_gqa_needs_a_divisor():
-    x = qkv(h=4, g=3)
-    with pytest.raises(ValueError, match="divides 4"):
-        ff.scaled_dot_product_attention(**x, enable_gqa=True)
-
-
-def test_the_gradient_of_sinks_alone(backend, device):
-    x = qkv(b=2, h=2, sq=20, sk=30, d=8, device=device)
-    x["sinks"] = torch.randn(2, device=device)
-    results = []
-    for wanted in (list(x), ["sinks"]):
-        leaves = {name: t.detach().requires_grad_(name in wanted) for name, t in x.items()}
-        out = functional.scaled_dot_product_attention(**leaves)
-        results.append(torch.autograd.grad(out.square().sum(), leaves["sinks"])[0])
-    assert torch.allclose(*results, rtol=1e-5, atol=1e-6) and (results[0] != 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -2020,69 +1683,3 @@ def test_a_bias_gradient_of_wide_heads(device, against_oracle, work, dtype, d, d
         out = functional.scaled_dot_product_attention(**x)
         found = work(lambda: torch.autograd.grad(out.sum(), bias))
     assert (found.launches, found.products) == (2, 2 * parts)
-
-
-PAIRED = [("keys", "pairs"), ("pairs", "keys"), ("keys", "keys"), ("pairs", "pairs")]
-
-
-@pytest.mark.parametrize("mask, bias", PAIRED)
-def test_masks_and_biases_are_read_in_bounds(device, tiles, mask, bias):
-    """Where the last tile is a part of one, in each kernel that reads them."""
-    tiles(16, 16)
-    rows = {"keys": 1, "pairs": 20}
-    x = qkv(b=1, h=1, sq=20, sk=30, d=16, device=device)
-    x["bias"] = torch.randn(rows[bias], 30, device=device)
-    x = {name: t.requires_grad_() for name, t in x.items()}
-    seen = torch.rand(rows[mask], 30, device=device) > 0.3
-    with use_backend("triton"):
-        out = functional.scaled_dot_product_attention(**x, attn_mask=seen)
-        out.sum().backward()
-    assert all(t.grad.isfinite().all() for t in x.values())
-
-
-@pytest.mark.parametrize("by", ["bias", "mask"])
-def test_hidden_keys_of_whole_tiles_may_hold_anything(device, tiles, by):
-    """Beside a mask or a bias of every pair."""
-    tiles(16, 16)
-    x = qkv(b=1, h=1, sq=32, sk=64, d=8, device=device)
-    visible = torch.ones(64, dtype=torch.bool, device=device)
-    visible[[5, 20, 21, 40]] = False
-    pairs = torch.rand(1, 1, 32, 64, device=device) > 0.3
-    options = {"attn_mask": pairs, "bias": torch.where(visible, 0.5, -torch.inf)}
-    if by == "mask":
-        options = {"attn_mask": visible, "bias": torch.randn(1, 1, 32, 64, device=device)}
-    results = []
-    for fill in (0.0, float("nan")):
-        leaves = [t.masked_fill(~visible[:, None], fill) for t in (x["key"], x["value"])]
-        leaves = [t.requires_grad_() for t in (x["query"].clone(), *leaves)]
-        bias = options["bias"].clone().requires_grad_()
-        with use_backend("triton"):
-            out = functional.scaled_dot_product_attention(*leaves, **{**options, "bias": bias})
-        results.append([out, *torch.autograd.grad(out.square().sum(), [*leaves, bias])])
-    for clean, poisoned in zip(*results):
-        assert torch.equal(clean, poisoned)
-
-
-def test_a_plan_serves_every_call_alike(device):
-    """Wherever the tensors lie, as long as they are aligned alike; and each plan is made once."""
-    plans = pytest.importorskip("fastformer.kernels.launch").plans
-    fixed = qkv(b=1, h=2, sq=20, sk=20, d=8, device=device)
-    fixed |= {"sinks": torch.randn(2, device=device), "bias": torch.randn(20, 20, device=device)}
-    fixed |= {"alibi_slopes": torch.rand(2, device=device)}
-    fixed["attn_mask"] = torch.rand(20, 20, device=device) > 0.3
-    fixed["key_lengths"] = torch.tensor([17], device=device)
-    offsets = torch.tensor([0, 20], dtype=torch.int32, device=device)
-    plans.clear()
-    held, made = [], []
-    for seed in range(3):
-        x = {name: t.clone().requires_grad_(t.is_floating_point()) for name, t in fixed.items()}
-        packed = [x[name][0].transpose(0, 1) for name in ("query", "key", "value")]
-        starts, options = offsets.clone(), {"dropout_p": 0.1, "dropout_seed": seed}
-        with use_backend("triton"):
-            one = functional.scaled_dot_product_attention(**x, **options)
-            two = functional.packed_attention(*packed, starts, starts, 20, 20, **options)
-        (one.sum() + two.sum()).backward()
-        held.append((x, one, two, starts))  # so that each tensor has an address of its own
-        made = made or list(plans.values())
-    assert [id(plan) for plan in plans.values()] == [id(plan) for plan in made] and len(made) == 4
-    plans.clear()

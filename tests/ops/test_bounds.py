@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import visited_tiles
 from calls import Draw, scaled_dot_product_attention
 from test_fuzz import check
 
@@ -431,18 +430,27 @@ def test_a_bias_of_more_heads_than_are_read_at_a_time(small_tiles, bounded):
 # ------------------------------------------------------------------------------- tiles visited
 
 
-@pytest.mark.with_all
-def test_tiles_that_are_visited():
-    """As many as of the call by flags that hides the same, where there is one, and as many as the
-    mask itself says. A bias gradient visits less: there, lengths alone skip nothing.
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_that_are_visited(small_tiles, bounded, work, name):
+    """From the first to the last in which a tile of queries (of dK and dV: of keys) sees anything;
+    in those of its run no mask is read.
     """
-    torch.manual_seed(0)
-    for name, (mask, flags) in visited_tiles.masks().items():
-        have = visited_tiles.count(attn_mask=mask)
-        assert have == visited_tiles.expected(mask), name
-        by_flags = have if flags is None else visited_tiles.count(**flags)
-        assert all(have[kernel] == by_flags[kernel] for kernel in ("forward", "dQ", "dK, dV"))
-        assert have["dBias"] <= by_flags["dBias"]
+    mask = MASKS[name].contiguous()[None, None]
+    x = [torch.randn(1, 1, n, 16, requires_grad=True) for n in (ROWS, KEYS, KEYS)]
+    bias = torch.randn(ROWS, KEYS, requires_grad=True)
+    whole = mask & (torch.arange(KEYS) < 64)  # the last tile is a part of one
+    of_rows = formula(mask, whole, 16, 16).view(-1, 4)
+    of_keys = formula(mask.mT, mask.mT, 16, 16).view(-1, 4)
+    rows, columns = (int((-(-x[:, 3] // 16) - x[:, 0] // 16).sum()) for x in (of_rows, of_keys))
+    run = int((of_rows[:, 2] - of_rows[:, 1]).sum()) // 16
+    out = []
+    with small_tiles(16, 16), use_backend("triton"):
+        found = work(lambda: out.append(ff.scaled_dot_product_attention(*x, mask)))
+        assert found.products == 2 * rows
+        assert found.unmasked == 5 * len(of_rows) + 2 * run  # four bounds and the queries of each
+        assert work(out[0].sum().backward).products == 3 * rows + 4 * columns
+        out = ff.scaled_dot_product_attention(*(t.detach() for t in x), mask, bias=bias)
+        assert work(out.sum().backward).products == 2 * rows
 
 
 # ---------------------------------------------------------------------- few queries, and pages

@@ -2,6 +2,8 @@
 float64, and against torch's own and the tutorials' loss.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,16 +144,12 @@ def test_views_and_more_dimensions(backend, device, against_oracle):
         against_oracle(functional.linear_cross_entropy, x, target=target, reduction=reduction)
 
 
-def test_offsets_past_int32(backend, device, spread):
+def test_offsets_past_int32(backend, device, same_when_far):
     """Rows of logits so far apart that the last one stands past 2^31 elements."""
-    near = logits(40, 37, dtype=torch.bfloat16, device=device)["logits"]
-    target, results = targets(40, classes=37, device=device), []
-    for x in (near, spread(near)):
-        x = x.detach().requires_grad_()
-        loss = functional.cross_entropy(x, target, "none")
-        results.append([loss, torch.autograd.grad(loss.sum(), x)[0]])
-    for a, b in zip(*results):
-        assert torch.equal(a, b)
+    x = logits(40, 37, dtype=torch.bfloat16, device=device)
+    target = targets(40, classes=37, device=device)
+    loss = functools.partial(functional.cross_entropy, target=target, reduction="none")
+    same_when_far(loss, x, "logits")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -192,25 +190,6 @@ def test_the_statistics_of_a_row(device):
     kernels.Smoothing(7, -100, 0.0, "uniform").loss(x, target, loss, statistics)
     assert statistics[:, 0].isfinite().all()
     torch.testing.assert_close(statistics.sum(1), x.logsumexp(1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_uniform_is_torch(backend, device, reduction, smoothing, dtype):
-    x = linear(23, 24, 37, dtype=dtype, device=device)
-    target = targets(23, classes=37, device=device, ignored=(-100,))
-    want = F.cross_entropy(
-        F.linear(x["input"].double(), x["linear_weight"].double(), x["linear_bias"].double()),
-        target,
-        reduction=reduction,
-        label_smoothing=smoothing,
-    )
-    options = {"reduction": reduction, "label_smoothing": smoothing}
-    have = ff.linear_cross_entropy(**x, target=target, **options)
-    assert have.dtype == torch.float32
-    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.01}
-    torch.testing.assert_close(have.double(), want, **close)
 
 
 def by_classes(logits, target, reduction, ignore_index, e, smoothing, weight, z_loss):
@@ -428,6 +407,7 @@ def test_no_tokens_and_no_features(backend, device, m, n, dtype, reduction):
     target = targets(m, classes=5, device=device)
     want = F.cross_entropy(F.linear(*x.values()), target, reduction=reduction)
     have = ff.linear_cross_entropy(**x, target=target, reduction=reduction)
+    assert have.dtype == torch.float32
     torch.testing.assert_close(have.to(dtype), want, equal_nan=True)
     close = {"atol": 1e-2, "rtol": 1e-2} if dtype in LOW else {}
     for a, b in zip(*(torch.autograd.grad(loss.sum(), leaves) for loss in (have, want))):
@@ -552,23 +532,6 @@ def test_groups_of_hidden_logits(device, monkeypatch):
     torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in losses))
 
 
-@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_some_gradients(backend, device, reduction, needed):
-    x = linear(9, 8, 12, device=device)
-    target = targets(9, classes=12, device=device)
-    every = {n: t.clone().requires_grad_() for n, t in x.items()}
-    some = {n: t.clone().requires_grad_(i in needed) for i, (n, t) in enumerate(x.items())}
-    for y in (every, some):
-        loss = ff.linear_cross_entropy(**y, target=target, reduction=reduction)
-        loss.square().sum().backward()
-    for i, name in enumerate(x):
-        if i in needed:
-            torch.testing.assert_close(some[name].grad, every[name].grad)
-        else:
-            assert some[name].grad is None
-
-
 def test_the_logits_are_never_there(device, monkeypatch):
     """The largest tensor that forward and backward make holds a chunk of them."""
     kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
@@ -603,19 +566,6 @@ def test_kernels_that_are_launched(device, monkeypatch, work):
         x["linear_bias"].requires_grad_()
         assert work(forward).launches == 3
         assert work(losses[1].backward).launches == 0
-
-
-def test_same_bits_every_time(backend, device):
-    x = {n: t.requires_grad_() for n, t in linear(60, 24, 37, device=device).items()}
-    target = targets(60, classes=37, device=device)
-
-    def run():
-        loss = ff.linear_cross_entropy(**x, target=target, label_smoothing=0.1)
-        return [loss, *torch.autograd.grad(loss, list(x.values()))]
-
-    first = run()
-    for _ in range(49 if device.type == "cuda" else 4):  # a CPU runs programs one after another
-        assert all(torch.equal(a, b) for a, b in zip(first, run()))
 
 
 @pytest.mark.parametrize("op", [functional.cross_entropy, functional.linear_cross_entropy])
@@ -807,55 +757,30 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_
 # -------------------------------------------------------------------------------------- bad input
 
 
+def of_classes(n):
+    """The changes of a call to one of the kl form with few classes."""
+    few = {"linear_weight": torch.zeros(n, 8), "linear_bias": torch.zeros(n)}
+    return few | {"target": torch.arange(2) % n, "smoothing": "kl"}
+
+
 @pytest.mark.parametrize(
     "change, error, words",
     [
         ({"target": torch.tensor([0, 5])}, ValueError, "target holds 5; expected classes"),
-        ({"target": torch.tensor([-1, 0])}, ValueError, "target holds -1"),
         ({"target": torch.tensor([0])}, ValueError, r"target has shape \[1\]; expected \[2\]"),
         ({"target": torch.tensor([0, 1]).int()}, TypeError, "target has dtype torch.int32"),
         ({"target": torch.rand(2, 5)}, TypeError, "cross_entropy takes class probabilities"),
         ({"weight": torch.ones(4)}, ValueError, r"weight has shape \[4\]; expected \[V\] = \[5\]"),
-        ({"weight": torch.ones(5).int()}, TypeError, "weight has dtype torch.int32"),
-        ({"weight": [1.0] * 5}, TypeError, "weight is a list; expected a tensor"),
-        ({"weight": torch.ones(5, device="meta")}, ValueError, "weight is on meta; expected the"),
         ({"z_loss": -1.0}, ValueError, "z_loss is -1.0; expected a finite number that is not"),
-        ({"z_loss": float("nan")}, ValueError, "z_loss is nan"),
-        ({"z_loss": "1e-4"}, TypeError, "z_loss is a str; expected a number"),
-        ({"target": [0, 1]}, TypeError, "target is a list"),
         ({"reduction": "max"}, ValueError, "reduction is 'max'; expected one of mean"),
         ({"smoothing": "l2"}, ValueError, "smoothing is 'l2'; expected one of uniform"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5"),
-        ({"ignore_index": 1.0}, TypeError, "ignore_index is a float"),
-        (
-            {"ignore_index": None, "target": torch.tensor([-100, 0])},
-            ValueError,
-            "target holds -100; expected classes from 0 to 4",
-        ),
-        (
-            {
-                "linear_weight": torch.zeros(2, 8),
-                "linear_bias": torch.zeros(2),
-                "smoothing": "kl",
-                "ignore_index": 0,
-            },
-            ValueError,
-            "there are 2 classes; expected 3 or more",
-        ),
-        (
-            {
-                "linear_weight": torch.zeros(1, 8),
-                "linear_bias": torch.zeros(1),
-                "target": torch.tensor([0, 0]),
-                "smoothing": "kl",
-            },
-            ValueError,
-            "there are 1 classes; expected 2 or more",
-        ),
+        ({"ignore_index": None, "target": torch.tensor([-100, 0])}, ValueError, "from 0 to 4"),
+        (of_classes(2) | {"ignore_index": 0}, ValueError, "2 classes; expected 3 or more"),
+        (of_classes(1), ValueError, "there are 1 classes; expected 2 or more"),
         ({"linear_weight": torch.zeros(5, 7)}, ValueError, r"expected \[V, N\] with N = 8"),
         ({"linear_bias": torch.zeros(4)}, ValueError, r"linear_bias has shape \[4\]"),
         ({"linear_weight": torch.zeros(5, 8).half()}, TypeError, "linear_weight has dtype"),
-        ({"input": torch.zeros(2, 8).int()}, TypeError, "input has dtype torch.int32"),
     ],
 )
 def test_bad_input(backend, change, error, words):

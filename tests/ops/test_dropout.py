@@ -4,6 +4,7 @@ and in whatever tile.
 
 import contextlib
 
+import independent
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastformer as ff
 from fastformer import checks, use_backend
 from fastformer.nn import stacks
+from fastformer.nn.seeds import Seeds
 from fastformer.ops import dropout
 from fastformer.ops.dropout import drawn_ahead, dropped, dropped_hidden, dropped_rows
 
@@ -21,23 +23,12 @@ try:
 except ImportError:
     triton = None
 
-M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+CPU = torch.device("cpu")
+M32 = 0xFFFFFFFF
 
 
 def word_by_hand(seed, batch_head, i, j):
-    """The word of one element in Python integers, from Salmon et al. 2011, Steele et al. 2014 and
-    the rule of `reference.dropped`.
-    """
-    z = seed + (batch_head + 1) * 0x9E3779B97F4A7C15 & M64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & M64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & M64
-    z ^= z >> 31
-    key, c = z & M32, [i // 16 * 8 + i % 8, j // 16 * 8 + j % 8 ^ z >> 32]
-    for _ in range(7):
-        product = 0xD256D193 * c[0]
-        c = [product >> 32 ^ key ^ c[1], product & M32]
-        key = key + 0x9E3779B9 & M32
-    return c[i // 8 % 2] >> 16 * (j // 8 % 2) & 0xFFFF
+    return int(independent.tile_words(i, j, batch_head, seed)[0, 0])
 
 
 def weights_of(seed, p, b=1, h=1, sq=40, sk=56, backend="reference", device="cpu"):
@@ -49,15 +40,6 @@ def weights_of(seed, p, b=1, h=1, sq=40, sk=56, backend="reference", device="cpu
     v = torch.eye(sk, device=device).expand(b, h, sk, sk)
     with use_backend(backend):
         return ff.scaled_dot_product_attention(q, k, v, dropout_p=p, dropout_seed=seed)
-
-
-def test_known_answer():
-    """Single elements against the rule worked out in Python integers above."""
-    seed = -0x123456789ABCDEF
-    drop = dropout.dropped(torch.tensor([seed]), 3, 37, 50, 0.4)
-    for batch_head, i, j in [(0, 0, 0), (0, 8, 0), (0, 0, 8), (1, 15, 31), (2, 36, 49), (2, 17, 9)]:
-        word = word_by_hand(seed & (2**64 - 1), batch_head, i, j)
-        assert drop[batch_head, i, j] == (word < round(0.4 * 2**16))
 
 
 if triton is not None:
@@ -299,41 +281,33 @@ def test_probabilities_are_multiples(device):
     assert abs((~high).sum() - 16) < 5 * 4
 
 
-def drawn_masks(between=lambda: None):
-    """Draw masks of three sizes, with the seeds that torch draws."""
+def drawn_masks(seeds, rows=10):
+    """Draw masks of three sizes, three of each."""
     torch.manual_seed(3)
-    masks = []
-    for _ in range(3):
-        for draw, sizes in (
-            (dropped, (4, 10, 9)),
-            (dropped_rows, (20, 6)),
-            (dropped_hidden, (9, 40)),
-        ):
-            masks.append(draw(checks.draw_seeds(1), *sizes, 0.3))
-            between()
-    return masks
+    sizes = {dropped: (4, rows, 9), dropped_rows: (20, 6), dropped_hidden: (9, 40)}
+    draws = [*sizes.items()] * 3
+    return [draw(seeds.of(i, CPU), *own, 0.3) for i, (draw, own) in enumerate(draws)]
 
 
 def test_masks_drawn_ahead_are_those_of_one_draw_each(monkeypatch):
-    want, draws = drawn_masks(), []
+    want, draws = drawn_masks(Seeds(9)), []
     for name in ("_dropped_by_numpy", "_dropped_rows_by_numpy"):
         draw = getattr(dropout, name)
         monkeypatch.setattr(dropout, name, lambda *x, draw=draw: draws.append(x) or draw(*x))
     for expected in (9, 3, 3):
         draws.clear()
-        torch.manual_seed(3)  # it is what the context reads
-        with drawn_ahead("test"):
-            assert all(map(torch.equal, drawn_masks(), want))
+        seeds = Seeds(9)
+        with drawn_ahead("test", seeds):
+            assert all(map(torch.equal, drawn_masks(seeds), want))
         assert len(draws) == expected
 
 
 def test_masks_that_were_expected_wrongly_are_not_used():
-    between = lambda: torch.rand(1)  # noqa: E731
-    want, plans = drawn_masks(between), []
-    for _ in range(3):
-        torch.manual_seed(3)  # it is what the context reads
-        with drawn_ahead("wrong"):
-            assert all(map(torch.equal, drawn_masks(between), want))
+    plans = []
+    for rows in (10, 20, 20):
+        want, seeds = drawn_masks(Seeds(9), rows), Seeds(9)
+        with drawn_ahead("wrong", seeds):
+            assert all(map(torch.equal, drawn_masks(seeds, rows), want))
         plans.append(dropout._ahead.plans["wrong"])
     assert len(plans[0]) == 9 and plans[1:] == [None, None]
 
@@ -350,5 +324,5 @@ def test_a_stack_draws_its_masks_ahead(monkeypatch):
     dropout._ahead.plans.clear()
     found = outputs()
     assert [len(plan) for plan in dropout._ahead.plans.values()] == [8, 12]
-    monkeypatch.setattr(stacks, "drawn_ahead", lambda name: contextlib.nullcontext())
+    monkeypatch.setattr(stacks, "drawn_ahead", lambda *_: contextlib.nullcontext())
     assert all(map(torch.equal, found, outputs()))

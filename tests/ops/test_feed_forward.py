@@ -162,20 +162,6 @@ def test_empty(backend, device):
         assert g.shape == t.shape and (g == 0).all()
 
 
-@pytest.mark.parametrize(
-    "needed", [("input",), ("w_1",), ("w_2",), ("b_1", "b_2"), ("input", "w_2")]
-)
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_gradients_for_some_inputs_only(backend, device, activation, needed):
-    values = inputs(9, device=device)
-    every = {n: t.clone().requires_grad_() for n, t in values.items()}
-    some = {n: t.clone().requires_grad_(n in needed) for n, t in values.items()}
-    for x in (every, some):
-        functional.feed_forward(**x, activation=activation).square().sum().backward()
-    for n in values:
-        assert torch.allclose(every[n].grad, some[n].grad) if n in needed else some[n].grad is None
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "geglu", "swiglu"])
 def test_rounded_once(device, kind, dtype):
@@ -327,17 +313,9 @@ def test_gated_empty(backend, device, op):
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        (
-            {"w": torch.zeros(141, 24)},
-            ValueError,
-            r"w has shape \[141, 24\]; expected \[2 d_ff, d\]",
-        ),
+        ({"w": torch.zeros(141, 24)}, ValueError, r"w has .* \[141, 24\]; expected \[2 d_ff, d\]"),
         ({"w_2": torch.zeros(20, 140)}, ValueError, "expected .* with d_ff = 70"),
-        (
-            {"b": torch.zeros(70)},
-            ValueError,
-            r"b has shape \[70\]; expected \[140\], the rows of w",
-        ),
+        ({"b": torch.zeros(70)}, ValueError, r"b has .* \[70\]; expected \[140\], the rows of w"),
         ({"b_2": torch.zeros(20).half()}, TypeError, "b_2 has dtype torch.float16"),
         ({"dropout_p": 1.1}, ValueError, "dropout_p is 1.1"),
     ],
@@ -368,28 +346,19 @@ def test_a_planted_bug_is_caught(device, against_oracle, plant_and_check, bug):
     plant_and_check(feed_forward, BUGS.get(bug), check)
 
 
+ZEROS = torch.zeros
+
+
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        ({"input": torch.zeros(())}, ValueError, "input is a scalar"),
-        (
-            {"w_1": torch.zeros(70, 23)},
-            ValueError,
-            r"w_1 has shape \[70, 23\]; expected \[d_ff, d\] with d = 24",
-        ),
-        (
-            {"w_2": torch.zeros(20, 71)},
-            ValueError,
-            r"w_2 has shape \[20, 71\]; expected \[d_out, d_ff\] with d_ff = 70",
-        ),
-        ({"b_1": torch.zeros(71)}, ValueError, r"b_1 has shape \[71\]; expected \[70\]"),
-        ({"b_2": torch.zeros(20).half()}, TypeError, "b_2 has dtype torch.float16"),
-        ({"w_1": torch.zeros(70, 24, device="meta")}, ValueError, "w_1 is on meta"),
-        (
-            {"activation": "tanh"},
-            ValueError,
-            "activation is 'tanh'; expected one of relu, gelu, gelu_tanh, silu",
-        ),
+        ({"input": ZEROS(())}, ValueError, "input is a scalar"),
+        ({"w_1": ZEROS(70, 23)}, ValueError, r"\[70, 23\]; expected \[d_ff, d\] with d = 24"),
+        ({"w_2": ZEROS(20, 71)}, ValueError, r"71\]; expected \[d_out, d_ff\] with d_ff = 70"),
+        ({"b_1": ZEROS(71)}, ValueError, r"b_1 has shape \[71\]; expected \[70\]"),
+        ({"b_2": ZEROS(20).half()}, TypeError, "b_2 has dtype torch.float16"),
+        ({"w_1": ZEROS(70, 24, device="meta")}, ValueError, "w_1 is on meta"),
+        ({"activation": "tanh"}, ValueError, "'tanh'; expected one of relu, gelu, gelu_tanh, silu"),
         ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1"),
     ],
 )

@@ -24,6 +24,7 @@ from calls import (
     embed,
     layer_norm,
     outputs_of,
+    paged_attention,
     rms_norm,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -167,6 +168,49 @@ def test_fuzz(case, backend, device, small_tiles, request):
                 check(case, draw, backend, tiles)
         except Exception as error:
             raise AssertionError(f"Draw([{start}, {n}]), {draw.dtype}: {error}") from error
+
+
+def results(case, seed, device, wanted=None):
+    """Outputs and gradients by name, of a call in float32: of all inputs, or of one."""
+    draw = Draw(seed, device)
+    draw.dtype = torch.float32
+    tensors, options = case(draw)
+    floating = [n for n, x in tensors.items() if x is not None and x.is_floating_point()]
+    floating = [] if case is paged_attention else [wanted] if wanted else floating  # it has none
+    leaves = {n: tensors[n].requires_grad_() for n in floating}
+    outputs = outputs_of(case, tensors, options)
+    moving = [x for x in outputs if x.requires_grad]
+    given = [x.detach().cos() for x in moving]
+    grads = torch.autograd.grad(moving, list(leaves.values()), given) if leaves else []
+    return {n: x.detach() for n, x in enumerate(outputs)} | dict(zip(leaves, grads))
+
+
+@pytest.fixture
+def in_tiles(backend, device, small_tiles):
+    """Of the interpreted kernels several programs: a context."""
+    return small_tiles if backend == "triton" and device.type == "cpu" else contextlib.nullcontext
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
+def test_same_bits_every_time(case, backend, device, in_tiles):
+    """A GPU runs its programs in any order."""
+    for n in range(2):
+        with in_tiles():
+            first = results(case, [31, n], device)
+            for _ in range(12 if device.type == "cuda" else 1):
+                for name, x in results(case, [31, n], device).items():
+                    assert torch.equal(x, first[name]), (n, name)
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
+def test_one_gradient_alone(case, backend, device, in_tiles):
+    """It is what it is among all."""
+    for n in range(2):
+        with in_tiles():
+            every = results(case, [32, n], device)
+            for name in (name for name in every if isinstance(name, str)):
+                alone = results(case, [32, n], device, name)
+                torch.testing.assert_close(alone[name], every[name], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)

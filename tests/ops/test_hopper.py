@@ -11,10 +11,12 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+import hopper_calls
 from fastformer.kernels import common, tuned
 from fastformer.kernels.attention import launchers, plan
 from fastformer.kernels.attention.hopper_rows import HOPPER, in_turn, refused
-from hopper_calls import ROW, replaced, simulated
+from hopper_calls import DROPOUT, LENGTHS, MASK, ONE_HIDDEN, ROW, replaced, simulated
+from hopper_calls import inputs as qkv
 from mutants import HARMLESS
 from mutants import HOPPER_FORWARD as FAULTS
 
@@ -26,14 +28,6 @@ from fastformer.ops import functional
 
 if plan.HOPPER == {} or not common.INTERPRETED:
     pytest.skip("needs Gluon, and Triton's interpreter", allow_module_level=True)
-
-
-def qkv(sq=130, sk=200, d=64, dv=64, h=2, g=1, b=2, dtype=torch.bfloat16):
-    """Scaled scores with a standard deviation of 3."""
-    query, key, value = (
-        torch.randn(b, n, s, w) for n, s, w in ((h, sq, d), (g, sk, d), (g, sk, dv))
-    )
-    return {"query": (3 * query).to(dtype), "key": key.to(dtype), "value": value.to(dtype)}
 
 
 def ragged(*shape):
@@ -53,10 +47,6 @@ def numbers(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
-LENGTHS = torch.tensor([0, 67])
-MASK = ragged(2, 1, 1, 200)
-DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
-ONE_HIDDEN = torch.arange(128).expand(1, 1, 1, -1) != 70
 HOLES = torch.ones(2, 1, 1, 448) > 0
 HOLES[0, ..., 10:20] = HOLES[0, ..., 430:436] = HOLES[0, ..., 440:] = HOLES[1, ..., 400:] = False
 HIDING = numbers(2, 1, 1, 200).masked_fill(~MASK, -torch.inf)
@@ -66,23 +56,11 @@ FULL = ragged(2, 1, 130, 208)
 SPANS = spans(140, 464, 240)
 ONLY_FEW = torch.cat([torch.zeros(1, 140, 464), torch.ones(1, 140, 464).tril(-130)]) > 0
 CALLS = {
-    "plain": (dict(), {}),
-    "whole tiles": (dict(sq=128, sk=192), {}),
-    "one tile": (dict(sq=1, sk=3), {}),
-    "causal": (dict(sq=150, sk=200), dict(is_causal=True)),
-    "causal to the last key": (dict(sq=200, sk=130), dict(is_causal=True)),
-    "bottom-right": (dict(sq=70), dict(is_causal=True, causal_alignment="bottom_right")),
-    "no key": (dict(sq=190, sk=40), dict(is_causal=True, causal_alignment="bottom_right")),
-    "lengths": (dict(), dict(key_lengths=LENGTHS)),
-    "lengths, causal": (dict(), dict(key_lengths=LENGTHS + 60, is_causal=True)),
-    "a bound to the right": (dict(sq=40), dict(window=(None, 70))),
-    "sinks": (dict(), dict(sinks=torch.tensor([0.5, -torch.inf]), key_lengths=LENGTHS)),
-    "mask": (dict(), dict(attn_mask=MASK)),
+    **hopper_calls.CALLS,
     "mask, causal, lengths": (
         dict(),
         dict(attn_mask=MASK, is_causal=True, key_lengths=LENGTHS + 100),
     ),
-    "dropout": (dict(), DROPOUT),
     "dropout, mask, causal": (dict(), dict(attn_mask=MASK, is_causal=True, **DROPOUT)),
     "a window": (dict(sq=140, sk=450), WINDOW),
     "a bound to the left": (dict(sq=140, sk=450), dict(window=(70, None))),
@@ -569,25 +547,3 @@ def test_planted_faults(bug, request):
         *edit, call = FAULTS[bug]
         found = (what_is_found(call, tuple(edit), stages=slots, seed=seed) for slots in (2, 3))
         assert any(found) != (bug in HARMLESS)
-
-
-def test_what_the_simulator_says():
-    """In words that name the memory and the line."""
-    for bug, words in {
-        "no wait for the values": ("race: the wgmma of consumer", "reads v_tiles[", "TMA load"),
-        "no turn": ("deadlock: consumer", "waits for turn["),
-        "one release of the keys": ("race: ", "k_tiles["),
-        "no fence before the store": ("TMA store of consumer", "without a fence"),
-        "no wait for the store": ("a TMA store may still read",),
-        "no wait for the output of the last tile": (
-            "uses the result of the wgmma",
-            "before a wait",
-        ),
-    }.items():
-        *edit, call = FAULTS[bug]
-        said = what_is_found(call, tuple(edit), stages=2, seed=0)
-        assert all(word in said for word in words), said
-    with pytest.raises(ValueError, match="has 'no such text' 0 times"):
-        what_is_found("plain", ("_copy_block", "no such text", ""), stages=2, seed=0)
-    with pytest.raises(ValueError, match="no function of the kernel is named _nobody"):
-        what_is_found("plain", ("_nobody", "a", "b"), stages=2, seed=0)

@@ -9,9 +9,10 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+import hopper_calls
 from fastformer.kernels import common, tuned
 from fastformer.kernels.attention import launchers, plan
-from hopper_calls import replaced, simulated_backward
+from hopper_calls import DROPOUT, LENGTHS, MASK, ONE_HIDDEN, inputs, replaced, simulated_backward
 from mutants import HOPPER_BACKWARD as FAULTS
 
 from benchmarks.proof.gluon_simulator import Fault
@@ -23,12 +24,9 @@ if plan.HOPPER_BACKWARD == {} or not common.INTERPRETED:
     pytest.skip("needs Gluon, and Triton's interpreter", allow_module_level=True)
 
 
-def qkv(sq=130, sk=200, d=64, dv=64, h=2, g=1, b=2, dtype=torch.bfloat16, bias=None):
+def qkv(bias=None, dtype=torch.bfloat16, **sizes):
     """Scaled scores with a standard deviation of 2, and a bias whose gradient is asked for."""
-    query, key, value = (
-        torch.randn(b, n, s, w) for n, s, w in ((h, sq, d), (g, sk, d), (g, sk, dv))
-    )
-    x = {"query": (2 * query).to(dtype), "key": key.to(dtype), "value": value.to(dtype)}
+    x = inputs(**sizes, dtype=dtype, spread=2)
     return x if bias is None else x | {"bias": bias.to(dtype)}
 
 
@@ -42,13 +40,8 @@ def spans(sq, sk, width, step):
     return (torch.arange(sk) >= begin) & (torch.arange(sk) < begin + width)
 
 
-LENGTHS = torch.tensor([0, 67])
-MASK = torch.rand(2, 1, 1, 200, generator=torch.Generator().manual_seed(0)) < 0.7
-MASK[0, ..., 64:128] = False  # a whole tile
-ONE_HIDDEN = torch.arange(128).expand(1, 1, 1, -1) != 70
 OF_HEADS = torch.rand(2, 2, 1, 200, generator=torch.Generator().manual_seed(1)) < 0.7
 SLOPES = torch.tensor([0.5, 0.01])
-DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
 FULL = drawn(2, 1, 130, 208, seed=2) < 0.5
 FULL[1, :, :, 64:128] = FULL[0, :, 7] = False  # a whole tile, and a query that sees no key
 FULL_OF_HEADS = drawn(2, 2, 130, 208, seed=3) < 0.5
@@ -62,24 +55,13 @@ HOLES[0, ..., 10:20] = HOLES[0, ..., 430:436] = HOLES[0, ..., 440:] = HOLES[1, .
 HIDING = drawn(1, 2, 1, 200, seed=4)
 HIDING[:, 0, :, 20:90] = HIDING[:, 1, :, 60:140] = -torch.inf
 CALLS = {
-    "plain": (dict(), {}),
-    "whole tiles": (dict(sq=128, sk=256), {}),
-    "one tile": (dict(sq=1, sk=3), {}),
-    "causal": (dict(sq=150, sk=200), dict(is_causal=True)),
-    "causal to the last key": (dict(sq=200, sk=130), dict(is_causal=True)),
-    "bottom-right": (dict(sq=70), dict(is_causal=True, causal_alignment="bottom_right")),
-    "no key": (dict(sq=190, sk=40), dict(is_causal=True, causal_alignment="bottom_right")),
-    "lengths": (dict(), dict(key_lengths=LENGTHS)),
-    "lengths, causal": (dict(), dict(key_lengths=LENGTHS + 60, is_causal=True)),
-    "a bound to the right": (dict(sq=40), dict(window=(None, 70))),
+    **hopper_calls.CALLS,
     "window": (dict(sq=200), dict(window=(50, 20))),
     "window to the left, dropout": (dict(sk=330), dict(window=(40, None), **DROPOUT)),
     "window, bottom-right, lengths": (
         dict(sq=150, h=4, g=2),
         dict(window=(30, 70), causal_alignment="bottom_right", key_lengths=LENGTHS + 60),
     ),
-    "sinks": (dict(), dict(sinks=torch.tensor([0.5, -torch.inf]), key_lengths=LENGTHS)),
-    "mask": (dict(), dict(attn_mask=MASK)),
     "mask of heads, causal": (dict(g=2), dict(attn_mask=OF_HEADS, is_causal=True)),
     "softcap": (dict(), dict(softcap=3.0, key_lengths=LENGTHS + 60)),
     "softcap, mask, causal, dropout": (
@@ -95,7 +77,6 @@ CALLS = {
         dict(sq=150),
         dict(alibi_slopes=SLOPES, softcap=3.0, window=(60, 20), causal_alignment="bottom_right"),
     ),
-    "dropout": (dict(), DROPOUT),
     "dropout, mask, causal, lengths": (
         dict(g=2),
         dict(attn_mask=MASK, is_causal=True, key_lengths=LENGTHS + 100, **DROPOUT),

@@ -2,6 +2,7 @@
 in small kernels with one fault each, and by overruns and overlaps planted in all kernels.
 """
 
+import importlib
 import re
 
 import pytest
@@ -11,17 +12,9 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from fastformer.kernels import (
-    attention,
-    common,
-    cross_entropy,
-    embedding,
-    feed_forward,
-    layer_norm,
-    memory_check,
-    rotary,
-)
+from fastformer.kernels import common, memory_check
 from fastformer.kernels.attention import plan, short_backward
+from mutants import read
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fastformer as ff
@@ -205,23 +198,22 @@ FAULTY = {
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_is_allowed(name):
+def test_memory_check_allows(name):
     ALLOWED[name]()
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_what_is_found(name):
+def test_memory_check_finds(name):
     run, words = FAULTY[name]
     with pytest.raises(memory_check.AccessError, match=words):
         run()
 
 
-def test_loads_that_are_no_longer_kept_are_compared(monkeypatch):
+def test_memory_check_of_loads_that_are_no_longer_kept(monkeypatch):
     monkeypatch.setattr(memory_check, "MOST_PENDING", 4)
-    for name in ("a write of what another program has read",):
-        test_what_is_found(name)
+    test_memory_check_finds("a write of what another program has read")
     for name in ALLOWED:
-        test_what_is_allowed(name)
+        test_memory_check_allows(name)
 
 
 # ------------------------------------------------------------------------------ planted in kernels
@@ -287,8 +279,8 @@ def attend(sq=20, sk=24, bias=None, **options):
     differentiated(attended, *x)
 
 
-def packed():
-    x = drawn(40, 2, 16), drawn(40, 1, 16), drawn(40, 1, 16)
+def packed(heads=2, dim=16, dtype=torch.float32):
+    x = (drawn(40, h, dim).to(dtype) for h in (heads, 1, 1))
     ends = torch.tensor([0, 18, 40]).int()
     options = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_q=22, max_k=22)
     differentiated(lambda q, k, v: ff.packed_attention(q, k, v, **options), *x)
@@ -323,274 +315,15 @@ CALLS = {
     "decode": decode,
     "paged": paged,
 }
-# By name: where the function stands, the function, what is replaced in it, by what, a call, and
-# what is said of it.
-PLANTED = {
-    "rows of a norm": (
-        layer_norm,
-        "_tile",
-        "rows < size.M)",
-        "rows < size.M + 1)",
-        "norm",
-        r"loads inputs.x\[7, ",
-    ),
-    "rows of its output": (
-        layer_norm,
-        "_store_tile",
-        "rows < size.M)",
-        "rows < size.M + 1)",
-        "wide norm",
-        r"stores Y\[7, ",
-    ),
-    "columns of its weight": (
-        layer_norm,
-        "_vector",
-        "columns < N",
-        "columns < N + 1",
-        "wide norm",
-        r"loads W\[20\]",
-    ),
-    "statistics of its rows": (
-        layer_norm,
-        "forward_kernel",
-        "r, mask=i < size.M",
-        "r, mask=i <= size.M",
-        "norm",
-        r"stores statistics.reciprocal\[7\]",
-    ),
-    "rows of two programs": (
-        layer_norm,
-        "backward_kernel",
-        "first = tl.program_id(0)",
-        "first = tl.program_id(0) // 2",
-        "norm",
-        r"stores gradients.dx\[0, 0\].*, which program \(0, 0, 0\) has stored",
-    ),
-    "partial sums of two programs": (
-        layer_norm,
-        "_store_sums",
-        "tl.program_id(0).to(tl.int64) * N",
-        "0",
-        "norm",
-        r"stores sums.weight\[0, 0\].*, which program \(0, 0, 0\) has stored",
-    ),
-    "classes past the last": (
-        cross_entropy,
-        "_exist",
-        "classes < V - row.head",
-        "classes <= V - row.head",
-        "loss",
-        r"(loads X\[5, 0\]|stores DX)",
-    ),
-    "pairs of the loss": (
-        cross_entropy,
-        "loss_kernel",
-        "LSE + 2 * i + 1",
-        "LSE + i + 1",
-        "loss",
-        r"stores LSE\[1, 0\].*, which the same program has stored",
-    ),
-    "gradients of the next row": (
-        cross_entropy,
-        "gradient_kernel",
-        "DX, i * strides.dx",
-        "DX, (i + 1) * strides.dx",
-        "loss of rows",
-        r"stores DX\[\d, .*, which program",
-    ),
-    "tokens": (
-        embedding,
-        "_forward",
-        "mask=i < size.M",
-        "mask=i <= size.M",
-        "embed",
-        r"loads T\[",
-    ),
-    "columns of an embedding": (
-        embedding,
-        "_place",
-        "c < size.N",
-        "c <= size.N",
-        "embed",
-        r"(loads W|stores Y)\[",
-    ),
-    "tokens of rotary positions": (
-        rotary,
-        "_place",
-        "i < size.tokens",
-        "i <= size.tokens",
-        "rotate",
-        r"loads query.x\[",
-    ),
-    "features that are not rotated": (
-        rotary,
-        "_store_rest",
-        "c < case.dim",
-        "c <= case.dim",
-        "rotate",
-        r"stores query.y\[0, 0, 1, 0\].*, which the same program has stored",
-    ),
-    "heads of rotary positions": (
-        rotary,
-        "_span",
-        "tl.minimum(heads, first + per_program)",
-        "first + per_program",
-        "rotate",
-        r"loads query.x\[",
-    ),
-    "columns of a product": (
-        feed_forward,
-        "_extent",
-        "j < size.N",
-        "j <= size.N",
-        "feed",
-        r"stores Z\[",
-    ),
-    "rows of a product": (
-        feed_forward,
-        "_hidden",
-        "size.M - 1 - i0",
-        "size.M - i0",
-        "feed",
-        r"loads X\[20, 0\]",
-    ),
-    "tiles of two programs": (
-        feed_forward,
-        "_hidden",
-        "turn // members * tile.columns",
-        "turn // (2 * members) * tile.columns",
-        "feed",
-        r"stores Z\[.*, which program",
-    ),
-    "overlapping tiles": (
-        feed_forward,
-        "_gated",
-        "tl.program_id(1) * tile.columns",
-        "tl.program_id(1) * (tile.columns - 4)",
-        "gate",
-        r"stores HIDDEN\[.*, which program",
-    ),
-    "queries past the last": (
-        attention,
-        "forward_kernel",
-        "strides.row, i < queries",
-        "strides.row, i <= queries",
-        "attend",
-        r"stores O\[0, 0, 19, 0\].*, which the same instruction stores twice",
-    ),
-    "sums of the next head": (
-        attention,
-        "forward_kernel",
-        "row + i, i < queries",
-        "row + i, i <= queries",
-        "attend",
-        r"stores LSE\[0, 2, 0\].*, 1 past its last element",
-    ),
-    "columns of a mask": (
-        attention,
-        "scores",
-        "exists = j < head.call.sizes.keys",
-        "exists = j <= head.call.sizes.keys",
-        "mask",
-        r"loads optional.mask\[",
-    ),
-    "a mask of keys": (
-        attention,
-        "key_row",
-        "j < head.call.sizes.keys",
-        "j <= head.call.sizes.keys",
-        "mask of keys",
-        r"loads optional.mask\[0, 0, 0, 25\]",
-    ),
-    "rows of delta": (
-        attention,
-        "delta_kernel",
-        "i < Sq",
-        "i <= Sq",
-        "attend",
-        r"stores DELTA\[0, 1, 0\].*, which program",
-    ),
-    "statistics past the last": (
-        attention,
-        "_row_statistics",
-        "tl.minimum(i, queries - 1)",
-        "i",
-        "attend",
-        r"loads OFFSET\[0, 2, 0\]",
-    ),
-    "keys of the next sequence": (
-        attention,
-        "backward_dkdv_kernel",
-        "        keys = length\n",
-        "        pass\n",
-        "packed",
-        r"stores D[KV]\[.*, which program",
-    ),
-    "the gradient of a bias of keys": (
-        attention,
-        "backward_dkdv_kernel",
-        "dbias, mask=j < keys",
-        "dbias, mask=j <= keys",
-        "bias of keys",
-        r"stores DBIAS\[",
-    ),
-    "queries of dQ": (
-        attention,
-        "backward_dq_kernel",
-        "ok = i < queries",
-        "ok = i < queries + 4",
-        "attend",
-        r"stores DQ\[0, 0, 19, 0\].*, which the same instruction",
-    ),
-    "columns of the gradient of a bias": (
-        attention,
-        "backward_dbias_kernel",
-        "(j < sizes.keys)",
-        "(j <= sizes.keys)",
-        "bias",
-        r"stores DBIAS\[",
-    ),
-    "queries of the bounds of a mask": (
-        attention,
-        "bounds_kernel",
-        "i < sizes.queries",
-        "i <= sizes.queries",
-        "mask",
-        r"loads MASK\[",
-    ),
-    "bounds of two tiles": (
-        attention,
-        "bounds_kernel",
-        "BOUNDS + tl.program_id(0) * 4",
-        "BOUNDS + tl.program_id(0) * 3",
-        "mask",
-        r"stores BOUNDS\[.*, which program \(0, 0, 0\) has stored",
-    ),
-    "weights of two parts": (
-        attention,
-        "split_kernel",
-        "place * 2 + 1, m",
-        "place + 1, m",
-        "decode",
-        r"WEIGHTS\[.* has stored",
-    ),
-    "parts past the last": (
-        attention,
-        "merge_kernel",
-        "WEIGHTS + row * parts * 2",
-        "WEIGHTS + (row + 1) * parts * 2",
-        "decode",
-        r"loads WEIGHTS\[",
-    ),
-    "pages past the last": (
-        attention,
-        "in_pages",
-        "j // has.page",
-        "(j // has.page + 1)",
-        "paged",
-        r"loads inputs.table\[0, 2\]",
-    ),
-}
+# By name: a module (of Gluon "forward", "dq" or "dkdv"), a function, what is replaced in it, by
+# what, a call, and what the memory check says of it.
+PLANTED, PLANTED_IN_GLUON = {}, {}
+for _kernels, _name, *_rest in read("memory"):
+    _kernels, _, _which = _kernels.partition(" ")
+    if _kernels == "hopper":
+        PLANTED_IN_GLUON[_name] = _which, *_rest
+    else:
+        PLANTED[_name] = importlib.import_module(f"fastformer.kernels.{_kernels}"), *_rest
 QUICK = (
     "rows of a norm",
     "classes past the last",
@@ -612,7 +345,7 @@ def of_several_programs(small_tiles, monkeypatch):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_calls(of_several_programs, call):
+def test_memory_check_of_calls(of_several_programs, call):
     CALLS[call]()
 
 
@@ -623,7 +356,7 @@ def quick_ones(faults, quick):
 
 
 @pytest.mark.parametrize("fault", quick_ones(PLANTED, QUICK))
-def test_planted(of_several_programs, plant, fault):
+def test_memory_check_finds_planted(of_several_programs, plant, fault):
     *edit, call, words = PLANTED[fault]
     plant(*edit)
     with pytest.raises(memory_check.AccessError, match=words) as raised:
@@ -647,111 +380,18 @@ def attend_on_hopper(mask=None, bias=None):
     differentiated(attended, *x)
 
 
-def pack_on_hopper():
-    x = [drawn(40, 1, 64).half() for _ in range(3)]
-    ends = torch.tensor([0, 18, 40]).int()
-    options = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_q=22, max_k=22)
-    differentiated(lambda q, k, v: ff.packed_attention(q, k, v, **options), *x)
-
-
 ON_HOPPER = {
     "plain": attend_on_hopper,
     "mask of keys": lambda: attend_on_hopper(mask=(torch.arange(72) != 63).expand(2, 1, 1, 72)),
     "bias": lambda: attend_on_hopper(bias=drawn(2, 2, 130, 72)),
     "bias of keys": lambda: attend_on_hopper(bias=drawn(2, 2, 1, 72)),
-    "packed": pack_on_hopper,
+    "packed": lambda: packed(1, 64, torch.float16),
 }
-# By name: "forward", "dq" or "dkdv", a function, what is replaced in it, by what, a call, and what
-# is said of it.
-PLANTED_IN_GLUON = {
-    "queries of the output": (
-        "forward",
-        "make_tensors",
-        "rows_of(o_base, queries,",
-        "rows_of(o_base, queries + 1,",
-        "plain",
-        r"hopper_forward_kernel, program \(3, 0, 0\), .* stores O\[0, 1, 0, 0\].*, which program",
-    ),
-    "queries that are copied": (
-        "forward",
-        "make_tensors",
-        "rows_of(q_base, queries,",
-        "rows_of(q_base, queries + 1,",
-        "plain",
-        r"loads inputs.query\[2, 0, 0, 0\].*, 1 past its last element",
-    ),
-    "sums of the next head": (
-        "forward",
-        "_store",
-        "row, i < rows.queries",
-        "row, i <= rows.queries",
-        "plain",
-        r"stores LSE\[0, 1, 0\]",
-    ),
-    "shared memory of the bounds": (
-        "forward",
-        "_mask_block",
-        "bounds.index(slot).slice(chunk * CHUNK",
-        "bounds.index(slot).slice((chunk + 1) * CHUNK",
-        "mask of keys",
-        r"64:72 of the 64 in dimension 0 of bounds",
-    ),
-    "keys of the next sequence": (
-        "dkdv",
-        "_dkdv_tensors",
-        "        keys = sequence.length\n",
-        "        pass\n",
-        "packed",
-        r"hopper_dkdv_kernel, program \(1, 0, 0\), .* stores DK\[0, 0, 18, 0\].*, which program",
-    ),
-    "statistics past the last": (
-        "dkdv",
-        "_copy_statistics",
-        "offset = gl.load(work.offsets + places, mask=i < queries",
-        "offset = gl.load(work.offsets + places, mask=i <= queries",
-        "plain",
-        r"loads OFFSET\[2, 0, 0\]",
-    ),
-    "a bias gradient of keys": (
-        "dkdv",
-        "_store_bias_gradient",
-        "mask=j < keys",
-        "mask=j <= keys",
-        "bias of keys",
-        r"stores DBIAS\[",
-    ),
-    "rows of a bias gradient": (
-        "dq",
-        "_store_bias_gradient",
-        "i < sizes.queries",
-        "i <= sizes.queries",
-        "bias",
-        r"stores DBIAS\[",
-    ),
-    "a mask of keys": (
-        "dkdv",
-        "bounds_of_keys",
-        "MASK + j * mask_stride, mask=j < keys",
-        "MASK + j * mask_stride, mask=j <= keys",
-        "mask of keys",
-        r"loads optional.mask\[",
-    ),
-    "shared memory of the keys": (
-        "dq",
-        "_set_to_zero",
-        "rows.slice(first, 8)",
-        "rows.slice(first + 8, 8)",
-        "mask of keys",
-        r"64:72 of the 64 in dimension 0 of k_tiles",
-    ),
-}
-
-
 QUICK_IN_GLUON = "keys of the next sequence", "shared memory of the keys"
 
 
 @pytest.mark.parametrize("fault", quick_ones(PLANTED_IN_GLUON, QUICK_IN_GLUON))
-def test_planted_in_gluon(fault):
+def test_memory_check_finds_planted_in_gluon(fault):
     pytest.importorskip("triton.experimental.gluon")
     from hopper_calls import simulated, simulated_backward
 

@@ -2,6 +2,7 @@
 masks, whose padding the kernels skip.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -41,75 +42,7 @@ OPTIONS = {
     "bottom-right window": {"window": (3, None), "causal_alignment": "bottom_right"},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 7, "is_causal": True, "scale": 0.2},
 }
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("case", list(OPTIONS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_packed_attention(backend, device, against_oracle, case, dtype):
-    x, constants = packed(device, **OPTIONS[case])
-    x = {n: t.to(dtype) for n, t in x.items()}
-    against_oracle(functional.packed_attention, x, **constants)
-
-
-@pytest.mark.parametrize("case", list(OPTIONS))
-def test_packed_in_tiles(device, against_oracle, tiles, case):
-    tiles(16, 16)
-    x, constants = packed(device, **OPTIONS[case])
-    with use_backend("triton"):
-        against_oracle(functional.packed_attention, x, **constants)
-
-
-@pytest.mark.parametrize("case", list(OPTIONS))
-def test_packed_equals_padded(backend, device, case):
-    """Sequence by sequence, the dropout mask included, forward and backward."""
-    lengths = (5, 1, 33, 17)
-    x, constants = packed(device, lengths, lengths, **OPTIONS[case])
-    packing = ff.unpad(torch.zeros(4, 40, device=device), torch.tensor(lengths, device=device))[1]
-    leaves = [t.requires_grad_() for t in x.values()]
-    out = functional.packed_attention(*leaves, **constants)
-    q, k, v = (ff.pad(t, packing).transpose(1, 2) for t in leaves)
-    options = dict(OPTIONS[case])
-    if case.startswith("bottom"):  # lengths on both sides are equal: the diagonal is the plain one
-        options.pop("causal_alignment")
-    padded = functional.scaled_dot_product_attention(
-        q, k, v, enable_gqa=True, key_lengths=packing.lengths, **options
-    )
-    again, _ = ff.unpad(padded.transpose(1, 2), packing)
-    torch.testing.assert_close(out, again)
-    weight = torch.randn_like(out)
-    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (out, again))):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("case", list(OPTIONS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_packed_sinks(backend, device, against_oracle, case, dtype):
-    x, constants = packed(device, **OPTIONS[case])
-    x = {n: t.to(dtype) for n, t in x.items()}
-    x["sinks"] = torch.randn(2, device=device) + 2
-    against_oracle(functional.packed_attention, x, **constants)
-
-
-def test_packed_sinks_equal_padded(backend, device):
-    lengths = (5, 1, 33, 17)
-    x, constants = packed(device, lengths, lengths)
-    packing = ff.unpad(torch.zeros(4, 40, device=device), torch.tensor(lengths, device=device))[1]
-    x["sinks"] = torch.randn(2, device=device)
-    leaves = [t.requires_grad_() for t in x.values()]
-    out = functional.packed_attention(*leaves[:3], **constants, sinks=leaves[3])
-    padded = functional.scaled_dot_product_attention(
-        *(ff.pad(t, packing).transpose(1, 2) for t in leaves[:3]),
-        enable_gqa=True, key_lengths=packing.lengths, sinks=leaves[3],
-    )  # fmt: skip
-    again, _ = ff.unpad(padded.transpose(1, 2), packing)
-    torch.testing.assert_close(out, again)
-    weight = torch.randn_like(out)
-    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (out, again))):
-        torch.testing.assert_close(a, b)
-
-
-TERMS = {
+OPTIONS |= {f"sinks, {name}": options for name, options in OPTIONS.items()} | {
     "softcap": {"softcap": 5.0},
     "softcap, dropout": {"softcap": 5.0, **OPTIONS["dropout"]},
     "alibi": {"is_causal": True},
@@ -125,9 +58,9 @@ def with_lse(**inputs):
     return torch.cat([out.flatten(), lse.transpose(0, 1)[lse[0] > -1e30].flatten()])
 
 
-def terms(device, case, dtype=torch.float32):
-    """(inputs, constants) of a case of TERMS, with a hidden key that holds NaN."""
-    x, constants = packed(device, **TERMS[case])
+def call(device, case, *lengths, dtype=torch.float32):
+    """(inputs, constants) of a case of OPTIONS, with a hidden key that holds NaN."""
+    x, constants = packed(device, *lengths, **OPTIONS[case])
     heads, sequences = x["query"].shape[1], constants["cu_seqlens_q"].shape[0] - 1
     x = {n: t.to(dtype) for n, t in x.items()}
     slopes = torch.rand(sequences, heads, device=device)
@@ -140,34 +73,57 @@ def terms(device, case, dtype=torch.float32):
         for hidden in (3, 20, 52):
             x["bias"][hidden] = -torch.inf
             x["key"][hidden] = x["value"][hidden] = torch.nan
-    if case == "everything":
-        x["sinks"] = torch.randn(heads, device=device)
+    if "sinks" in case or case == "everything":
+        x["sinks"] = torch.randn(heads, device=device) + 2
     return x, constants
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("case", list(TERMS))
+@pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_packed_terms(backend, device, against_oracle, case, dtype):
-    """Softcap, ALiBi and a bias of the keys, with lse and its gradient."""
-    x, constants = terms(device, case, dtype)
+def test_packed_attention(backend, device, against_oracle, case, dtype):
+    """With lse and its gradient."""
+    x, constants = call(device, case, dtype=dtype)
     against_oracle(with_lse, x, **constants)
 
 
-@pytest.mark.parametrize("case", list(TERMS))
-def test_packed_terms_in_tiles(device, against_oracle, tiles, case):
-    tiles(16, 32)
-    x, constants = terms(device, case)
+@pytest.mark.parametrize("case", OPTIONS)
+def test_packed_in_tiles(device, against_oracle, tiles, case):
+    tiles(16, 32 if case in ("softcap", "alibi", "everything") else 16)
+    x, constants = call(device, case)
     with use_backend("triton"):
         against_oracle(with_lse, x, **constants)
 
 
-@pytest.mark.parametrize("case", list(TERMS))
-def test_packed_terms_of_each_sequence_alone(backend, device, case):
+@pytest.mark.parametrize("case", OPTIONS)
+def test_packed_equals_padded(backend, device, case):
+    """Sequence by sequence, the dropout mask included, forward and backward."""
+    lengths = (5, 1, 33, 17)
+    x, constants = call(device, case, lengths, lengths)
+    packing = ff.unpad(torch.zeros(4, 40, device=device), torch.tensor(lengths, device=device))[1]
+    leaves = {n: t.requires_grad_() for n, t in x.items()}
+    out = functional.packed_attention(**leaves, **constants)
+    heads = {n: ff.pad(leaves[n], packing).transpose(1, 2) for n in ("query", "key", "value")}
+    options = {n: t for n, t in constants.items() if not n.startswith(("cu_seqlens", "max_"))}
+    options.pop("causal_alignment", None)  # lengths on both sides are equal: the diagonal is one
+    if "bias" in leaves:
+        options["bias"] = ff.pad(leaves["bias"], packing)[:, None, None]
+    padded = functional.scaled_dot_product_attention(
+        **heads, **options, enable_gqa=True, key_lengths=packing.lengths, sinks=leaves.get("sinks")
+    )
+    again, _ = ff.unpad(padded.transpose(1, 2), packing)
+    torch.testing.assert_close(out, again)
+    weight = torch.randn_like(out)
+    for a, b in zip(*(torch.autograd.grad(y, list(leaves.values()), weight) for y in (out, again))):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_packed_sequences_one_by_one(backend, device, case):
     """Each sequence is what scaled_dot_product_attention makes of it: this does not share the
     reference's way to pad, and it sees whose slopes and positions ALiBi takes.
     """
-    x, constants = terms(device, case)
+    x, constants = call(device, case)
     options = {n: t for n, t in constants.items() if n in ("is_causal", "window", "softcap")}
     options["causal_alignment"] = constants.get("causal_alignment", "top_left")
     slopes = constants.get("alibi_slopes")
@@ -209,17 +165,11 @@ def test_the_bias_of_a_single_key(backend, device, against_oracle):
     against_oracle(with_lse, x, **{**constants, "max_k": 5})
 
 
-def test_packed_strided_views_and_some_gradients(backend, device, against_oracle):
+def test_packed_strided_views(backend, device, against_oracle):
     x, constants = packed(device, (5, 20), (5, 20), g=2)
     joined = torch.randn(25, 3, 2, 16, device=device)  # one projection for q, k and v
     x = dict(zip(x, joined.unbind(1)))
     against_oracle(functional.packed_attention, x, **constants)
-    query = x["query"].clone().requires_grad_()
-    out = functional.packed_attention(query, x["key"], x["value"], **constants)
-    (alone,) = torch.autograd.grad(out.square().sum(), query)
-    leaves = [t.clone().requires_grad_() for t in x.values()]
-    out = functional.packed_attention(*leaves, **constants)
-    assert torch.equal(alone, torch.autograd.grad(out.square().sum(), leaves)[0])
 
 
 @pytest.mark.parametrize("lengths", [(), (0, 0)])
@@ -232,19 +182,13 @@ def test_packed_empty(backend, device, lengths):
 
 
 @pytest.mark.parametrize("far, dim", [(n, d) for n in ("query", "key", "value") for d in (0, 1)])
-def test_packed_offsets_past_int32(backend, device, spread, far, dim):
+def test_packed_offsets_past_int32(backend, device, same_when_far, far, dim):
     """Tokens or heads so far apart that the last one stands past 2^31 elements, which is the only
     token of its sequence.
     """
     x, constants = packed(device, (5, 33, 1), (9, 20, 1), g=2)
     x = {n: t.bfloat16() for n, t in x.items()}
-    results = []
-    for inputs in (x, {**x, far: spread(x[far], dim)}):
-        leaves = [t.detach().requires_grad_() for t in inputs.values()]  # not a copy
-        out = functional.packed_attention(*leaves, **constants)
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for near, spread_out in zip(*results):
-        assert torch.equal(near, spread_out)
+    same_when_far(functools.partial(functional.packed_attention, **constants), x, far, dim)
 
 
 def test_bad_offsets_stay_inside(device):
@@ -393,21 +337,13 @@ def test_padding_is_skipped(make, device):
         ({"key": torch.zeros(25, 3, 16)}, ValueError, r"length of key \[25, 3, 16\]"),
         ({"max_q": 4}, ValueError, "max_q is 4; expected at least the longest sequence, 20"),
         ({"max_k": -1}, ValueError, "max_k is -1; expected 0 or more"),
-        ({"max_k": 4.0}, TypeError, "max_k is a float"),
         ({"window": (-1, None)}, ValueError, "window is"),
         ({"causal_alignment": "left"}, ValueError, "causal_alignment is 'left'"),
         ({"dropout_p": 2.0}, ValueError, "dropout_p is 2.0"),
         ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
         ({"bias": torch.zeros(24)}, ValueError, r"bias has shape \[24\]; expected \[Tk\] = \[25\]"),
-        ({"bias": torch.zeros(2, 25)}, ValueError, r"bias has shape \[2, 25\]; expected \[Tk\]"),
         ({"bias": torch.zeros(25, dtype=torch.bool)}, TypeError, "bias has dtype torch.bool"),
-        ({"bias": torch.zeros(25, device="meta")}, ValueError, "bias is on meta"),
-        (
-            {"alibi_slopes": torch.ones(3)},
-            ValueError,
-            r"expected \[H\] = \[2\] or \[B, H\] = \[2, 2\]",
-        ),
-        ({"alibi_slopes": torch.ones(2, 2, device="meta")}, ValueError, "alibi_slopes is on meta"),
+        ({"alibi_slopes": torch.ones(3)}, ValueError, r"\[H\] = \[2\] or \[B, H\] = \[2, 2\]"),
         ({"return_lse": 1}, TypeError, "return_lse is"),
     ],
 )
@@ -442,8 +378,6 @@ def test_bad_offsets(backend, offsets, error, words):
     "call, error, words",
     [
         (lambda x, n, p: ff.unpad(x[0, 0], n), ValueError, r"expected \[B, S, ...\]"),
-        (lambda x, n, p: ff.unpad("x", n), TypeError, "x is a str"),
-        (lambda x, n, p: ff.unpad(x, [1, 2]), TypeError, "lengths is a list"),
         (lambda x, n, p: ff.unpad(x, n.float()), TypeError, "lengths has dtype torch.float32"),
         (lambda x, n, p: ff.unpad(x, n[:1]), ValueError, r"lengths has shape \[1\]; expected"),
         (lambda x, n, p: ff.unpad(x, n + 3), ValueError, "lengths holds 7; expected"),
@@ -452,7 +386,6 @@ def test_bad_offsets(backend, offsets, error, words):
         (lambda x, n, p: ff.pad(x[0], p), ValueError, "expected the 6 tokens"),
         (lambda x, n, p: ff.pad(x[0, 0, 0], p), ValueError, r"shape \[\]; expected the 6 tokens"),
         (lambda x, n, p: ff.unpad(x.to("meta"), n.to("meta")), ValueError, "lengths is on meta"),
-        (lambda x, n, p: ff.pad("x", p), TypeError, "x is a str"),
         (lambda x, n, p: ff.pad(x[:, 0].to("meta"), p), ValueError, "x is on meta"),
         (lambda x, n, p: ff.pad(x, n), TypeError, "packing is a Tensor; expected what unpad"),
         (lambda x, n, p: ff.pad(ff.unpad(x.long(), p)[0], p, 0.5), ValueError, "value is 0.5"),
@@ -480,6 +413,8 @@ def test_bad_packed_modules():
         m(tokens, tokens[1:], tokens, packing)
     with pytest.raises(ValueError, match=r"expected \[tokens, d_model = 16\]"):
         m(tokens, tokens[:, :8], tokens, packing)
+    with pytest.raises(ValueError, match=r"query has shape \[6, 16, 1\]; expected \[tokens, d_mod"):
+        m(tokens.unsqueeze(2), tokens, tokens, packing)
 
 
 @pytest.mark.parametrize(
@@ -518,13 +453,6 @@ def test_padding_of_bits():
     bits, packing = ff.unpad(torch.tensor([[True, False, True]]), torch.tensor([2]))
     for value in (False, True):
         assert ff.pad(bits, packing, value).tolist() == [[True, False, value]]
-
-
-def test_a_packed_input_has_two_dimensions():
-    m = ff.MultiHeadedAttention(2, 16)
-    tokens, packing = ff.unpad(torch.zeros(2, 4, 16), torch.tensor([2, 4]))
-    with pytest.raises(ValueError, match=r"query has shape \[6, 16, 1\]; expected \[tokens, d_mod"):
-        m(tokens.unsqueeze(2), tokens, tokens, packing)
 
 
 def test_offsets_of_any_stride(backend, device):

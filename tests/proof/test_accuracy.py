@@ -107,13 +107,8 @@ def test_part_of_it_by_hand(accuracy, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(accuracy, "OURS", ("reference",))
     arguments = ["--op", "embed", "--dtype", "float32"]
     assert accuracy.main(arguments) == 0
-    shown = capsys.readouterr().out
-    assert "## embed" in shown and "## layer_norm" not in shown and "float16" not in shown
+    header, *shown = capsys.readouterr().out.splitlines()
+    assert header.startswith("op,case") and shown
+    assert all(line.startswith("embed,") and ",float32," in line for line in shown)
     assert accuracy.main([*arguments, "--out", str(tmp_path)]) == 0
-    rows = accuracy.read(tmp_path / "accuracy.csv")
-    assert {key[0] for key in rows} == {"embed"}
-    monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
-    capsys.readouterr()
-    assert accuracy.main(["--print"]) == 0
-    printed = capsys.readouterr().out  # of the data, which have three digits
-    assert "## embed" in printed and printed.count("\n") == shown.count("\n")
+    assert len(accuracy.read(tmp_path / "accuracy.csv")) == len(shown)

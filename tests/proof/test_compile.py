@@ -71,33 +71,6 @@ def test_nothing_is_wrong_in_the_data():
         assert not found, (name, found)
 
 
-@pytest.mark.parametrize("version", cost.GLUON)
-def test_what_is_known_of_gluon_on_other_versions(version, monkeypatch):
-    """Nothing is wrong with it beside what the lists allow, and they allow nothing that is not
-    there.
-    """
-    short, table = version[:3], cases.Table.read(cost.of_gluon(version))
-    assert table.triton == version
-    spills = compile_gate.SPILLS + compile_gate.SPILLS_OF[short]
-    monkeypatch.setattr(cost, "KNOWN_LOCAL", cost.LOCAL + cost.LOCAL_OF[short])
-    monkeypatch.setattr(cost, "KNOWN_APART", cost.APART_OF.get(short, ()))
-    entries = [e for found in cost.read(table).values() for e in found]
-    assert not cost.misused_registers(entries) + cost.waits(entries)
-    kernels = [(n, compile_gate.Kernel(*k)) for n, c in table.cases.items() for k in c["kernels"]]
-    own = [(name, kernel) for name, kernel in kernels if kernel.name in cost.OVERLAPPED]
-    for name, kernel in own:
-        known = [n for part, of, n in spills if part in name and of in kernel.name]
-        assert kernel.spill <= max(known, default=0) and kernel.serialised == "-", (name, kernel)
-    for part, of, n in compile_gate.SPILLS_OF[short]:
-        found = [kernel.spill for name, kernel in own if part in name and of in kernel.name]
-        assert n in found or "Gluon" not in part, (part, of)
-    for part, of, n in cost.LOCAL_OF[short]:
-        found = [e.local for e in entries if part in e.case and of == e.kernel]
-        assert any(n - 1 < local <= n for local in found) or "Gluon" not in part, (part, of)
-    for part, of in cost.APART_OF.get(short, ()):
-        assert any(e.overlap != 1 for e in entries if part in e.case and of == e.kernel)
-
-
 def test_a_translation_is_of_what_is_launched(compiled):
     """It is the same where the case is compiled to the end, and another one for another kernel,
     tile or grid.

@@ -1,9 +1,5 @@
 """The cost ledger: what is read from machine code, and what follows for a tile."""
 
-import ast
-import re
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("triton")
@@ -55,62 +51,16 @@ TTGIR = """
 """
 
 
-def test_what_a_loop_takes():
+def test_counts_of_a_loop():
     code = sass.parse(CODE)
     [(first, last)] = code.loops()
     found = sass.count(code.instructions[first : last + 1], warps=8)
     assert found["issue"] == 10  # a NOP takes no slot of another warp
-    assert {unit: found[unit] for unit in sass.UNITS} == dict(tensor=2, barrier=1, local=0)
+    assert {unit: found[unit] for unit in sass.UNITS} == dict(tensor=2, local=0)
     assert found["exponential"] == 1
     assert found["product"] == 2 * 2 * 64 * 64 * 16  # two, of two warpgroups each
     assert (found["loaded"], found["stored"]) == (16 * 256, 0)
     assert found["in_flight"] == 16 * 256
-
-
-# Warps that part: a descriptor, the warp that masks, the warp that copies, the consumers.
-PARTED = """
-        /*0000*/                   USETMAXREG.DEALLOC.CTAPOOL 0x18 ;
-.L_x_1:
-        /*0010*/                   SHFL.BFLY PT, R2, R2, 0x1, 0x1f ;
-        /*0020*/                   LDS.128 R4, [R2] ;
-        /*0030*/                   LDL R3, [R1] ;
-        /*0040*/                   FSEL R4, R4, RZ, P0 ;
-        /*0050*/                   FSEL R5, R5, RZ, P0 ;
-        /*0060*/                   FSEL R6, R6, RZ, P0 ;
-        /*0070*/                   FSEL R7, R7, RZ, P0 ;
-        /*0080*/                   STS.128 [R2], R4 ;
-        /*0090*/                   NOP ;
-        /*00a0*/               @P1 BRA `(.L_x_1) ;
-        /*00b0*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0x100 ;
-        /*00c0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
-        /*00d0*/                   UTMACCTL.IV [UR4] ;
-        /*00e0*/                   UTMACCTL.IV [UR8] ;
-        /*00f0*/                   USETMAXREG.DEALLOC.CTAPOOL 0xf0 ;
-        /*0100*/                   EXIT ;
-"""
-
-
-def test_warps_that_do_not_multiply():
-    start = dict(issue=4, barrier=1, local=0, descriptors=2)
-    masks = dict(issue=9, barrier=0, local=1, descriptors=0)
-    assert sass.warps_alone(sass.parse(PARTED)) == {"start": start, "masks": masks}
-    for name in ("UTMALDG.2D", "HGMMA.64x64x16.F32"):  # a warp that copies, a consumer
-        other = sass.parse(PARTED.replace("FSEL R7, R7, RZ, P0", f"{name} [UR4], [UR8]"))
-        assert [*sass.warps_alone(other)] == ["start"]
-
-
-def test_the_ledger_has_what_gluon_does_beside_its_loops():
-    """Descriptors: of the query, key, value and output; of gradients; of what is stored."""
-    made = {"hopper_forward": 4, "hopper_dq": 5, "hopper_dkdv": 6}
-    for name, found in KNOWN.items():
-        for kernel in {e.kernel for e in found} & made.keys():
-            parts = {e.part: e for e in found if e.kernel == kernel}
-            assert parts["start"].issue > 500, (name, kernel)
-            assert parts["start"].descriptors >= made[kernel], (name, kernel)
-            of_keys = cases.CASES[name]["mask"] + cases.CASES[name]["bias"]
-            masks = of_keys.startswith("key") and kernel != "hopper_dkdv"
-            assert ("masks" in parts) == masks, (name, kernel)
-            assert not masks or parts["masks"].issue > 500, (name, kernel)
 
 
 def test_loops_of_specialised_warps():
@@ -236,7 +186,7 @@ RECORD = dict(
 
 def test_entries():
     """Two loops of attention, the second unrolled twice: the same for a tile of S."""
-    once = dict.fromkeys(COUNTED, 0) | dict(issue=325, tensor=8, exponential=34, barrier=2)
+    once = dict.fromkeys(COUNTED, 0) | dict(issue=325, tensor=8, exponential=34)
     once |= dict(product=2 * 128 * 64 * 64)
     loops = [once, {name: 2 * n for name, n in once.items()}]
     record = {**RECORD, "loops": loops, "whole": {name: 4 * n for name, n in once.items()}}
@@ -247,7 +197,7 @@ def test_entries():
     assert (edge.issue, edge.products, edge.exponentials) == (650, 2, 68)
     assert (full.outstanding, edge.outstanding) == (0, 2)
     row = cost.written("3.7.1", [full]).splitlines()[-1]
-    assert "| 650 | 68 | 2 |" in row and row.endswith("| 2 | 0 | - | - | 0 | 0 |")
+    assert "| 650 | 68 | 2 |" in row and row.endswith("| 2 | 0 | 0 | - | - | 0 |")
 
 
 def test_loops_of_attention():
@@ -378,101 +328,8 @@ def test_inside_of_a_mask_a_loop_costs_what_it_does_without_one(d, dropout, mask
         assert inside <= 1.03 * slots(f"D={d} plain{dropout}", "full", kernel)
 
 
-@pytest.mark.parametrize("dropout", ["", ", dropout"])
-def test_the_bounds_of_a_mask_pay(dropout):
-    """At S = 512, B = 64, H = 8 they take at most a tenth of the issue slots that they save in
-    forward and backward, under a causal mask [B, 1, S, S], which the backward reads twice.
-    """
-    tiles, edge, inside = 32, 8, 12  # of a head: all, on the diagonal, below it
-    saved = 0.0
-    for kernel in ATTENTION:
-        named = f"D=64 2-D mask{dropout}"
-        visited = edge * slots(named, "edge", kernel) + inside * slots(named, "full", kernel)
-        saved += tiles * slots(f"D=64 2-D mask, all tiles{dropout}", "full", kernel) - visited
-    elements = 64 * 512 * 512
-    known = KNOWN["sm_90 attention bf16 D=64 2-D mask"]
-    reading = [e for e in known if e.kernel == "bounds"]
-    taken = 3 * sum(e.issue for e in reading) / len(reading) * elements / 128
-    assert taken <= 0.1 * saved * 64 * 8
-
-
-# Issue slots of the forward for Hopper in whole tiles, at most: by call for D = 64 and 128, and of
-# other rows. Inside of the bounds of a mask, no tile reads it.
-OF_HOPPER = {
-    "plain": (430, 470),
-    "causal": (430, 470),
-    "packed, causal": (430, 470),
-    "window, bottom-right, lengths": (430, 470),
-    "key mask": (432, 470),
-    "plain, dropout": (910, 960),
-    "causal, dropout": (910, 961),
-    "key mask, dropout": (910, 970),
-    "softcap, causal": (940, 985),
-    "key bias": (500, 540),
-}
-OF_ROWS = {
-    "D=64 2-D bias, Gluon": 685,
-    "D=128 2-D bias, dropout, Gluon": 1210,
-    "D=64 alibi, causal, Gluon": 690,
-    "D=64 2-D mask, dropout, Gluon": 915,
-    "D=128 2-D mask, Gluon": 470,
-    "D=256 plain, Gluon 128 64": 820,
-    "D=256 causal, dropout, Gluon 128 64": 1335,
-    "D=256 key mask, Gluon 128 64": 945,
-    "D=128 plain, Gluon 128 128, no turns": 465,
-    "D=128 causal, Gluon 128 128, packed": 470,
-    "D=128 2-D mask, causal, lengths, Gluon 128 128, packed": 470,
-    "D=64 causal, Gluon 192 128, packed": 432,
-    "D=64 plain, Gluon 128 128, persistent": 430,
-    "D=64 causal, Gluon 128 128, persistent": 430,
-    "D=128 plain, Gluon 128 128, persistent": 472,
-    "D=128 causal, Gluon 128 128, persistent": 475,
-}
-OF_ROWS |= {
-    f"D={d} {kind}, Gluon": n for kind, most in OF_HOPPER.items() for d, n in zip((64, 128), most)
-}
-
-
-@pytest.mark.parametrize("case", list(OF_ROWS))
-def test_the_forward_for_hopper_computes_exponentials_beside_products(case):
-    found = {
-        e.part: e for e in KNOWN[f"sm_90 attention bf16 {case}"] if e.kernel == "hopper_forward"
-    }
-    loops = [e for part, e in found.items() if part not in cost.ALONE]
-    assert found.keys() >= {"full", "edge", "start"} and len(loops) == 2
-    assert all((e.overlap, e.local, e.hazards) == (1, 0, 0) for e in loops)
-    assert found["full"].issue <= OF_ROWS[case] and found["full"].outstanding == 1
-
-
-# The same of its backward: dQ, and dK and dV.
-OF_HOPPER_BACKWARD = {
-    "plain": ((370, 410), (510, 590)),
-    "causal": ((370, 410), (510, 590)),
-    "key mask": ((370, 405), (510, 590)),
-    "plain, dropout": ((930, 1070), (1160, 1290)),
-    "key mask, dropout": ((930, 1170), (1160, 1280)),
-    "causal, dropout": ((930, 1100), (1160, 1420)),
-    "2-D mask, dropout": ((920, 1310), (1160, 1500)),
-    "key bias, dropout": ((1060, 1300), (1550, 1880)),
-    "2-D mask, 2-D bias, causal, lengths, dropout": ((1680, 1880), (1700, 2300)),
-    "2-D mask, 2-D bias, causal, lengths, dropout, own bias": ((1690, 1770), (1690, 2180)),
-}
-
-
-@pytest.mark.parametrize("kind", list(OF_HOPPER_BACKWARD))
-def test_the_backward_for_hopper_computes_exponentials_beside_products(kind):
-    for kernel, bounds in zip(("hopper_dq", "hopper_dkdv"), OF_HOPPER_BACKWARD[kind]):
-        for d, most in zip((64, 128), bounds):
-            known = KNOWN[f"sm_90 attention bf16 D={d} {kind}, Gluon backward"]
-            found = {e.part: e for e in known if e.kernel == kernel}
-            loops = [e for part, e in found.items() if part not in cost.ALONE]
-            assert all((e.overlap, e.hazards) == (1, 0) for e in loops)
-            local = (d, kind) == (128, "key mask, dropout")  # see LOCAL of cost.py
-            assert all((e.local > 0) == local for e in loops)
-            assert found.get("full", found.get("loop")).issue <= most
-
-
 def test_no_loop_of_the_data_misuses_registers():
+    """Those for Hopper run the exponentials of whole tiles beside products."""
     assert cost.misused_registers(e for entries in KNOWN.values() for e in entries) == []
 
 
@@ -483,102 +340,22 @@ def test_bad_options(monkeypatch, capsys):
     assert "no case" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("template", ["flex_attention", "flex_backwards"])
-def test_the_templates_of_flex_attention_are_rendered(template):
-    """As Python that Triton can compile: every function that it calls is there."""
-    from benchmarks.proof import cost_peers
-
-    forward = template == "flex_attention"
-    pointers = cost_peers._POINTERS if forward else cost_peers._BACKWARD_POINTERS
-    blocks = dict(BLOCK_M=128, BLOCK_N=32)
-    if not forward:
-        blocks = dict(BLOCK_M1=32, BLOCK_N1=128, BLOCK_M2=128, BLOCK_N2=32)
-    source = cost_peers._flex_source(template, pointers, 64, **blocks)
-    tree = ast.parse(source)
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    called = {function.id for function in calls if isinstance(function, ast.Name)}
-    inner = {"forward_inner"} if forward else {"bwd_dq_inner", "bwd_dkdv_inner"}
-    assert inner <= called <= set(functions) | {"range", "float"}
-    assert functions[template].args.args[-1].arg == "arg_" + pointers[-1]
-    assert f"{[*blocks][-1]} : tl.constexpr = 32" in source and "{{" not in source
-    assert "(n) <= (m)" in source and f"tl.store({pointers[-1]} + " in source
-
-
-def test_the_ledger_of_peers():
-    """Made by the Triton of the ledger, of other packages alone."""
-    table = cases.Table.read(cost.PEERS)
-    assert table.triton == cases.Table.read().triton
-    found = cost.read(table)
-    packages = {re.match(r"sm_90 (\S+) ", name)[1] for name in found}
-    assert packages == {"FlashAttention-4", "FlexAttention", "Liger"}
-    kernels = {entry.kernel for entries in found.values() for entry in entries}
-    halves = {"flex_backwards, dkdv", "flex_backwards, dq"}
-    assert halves | {"flex_attention", "liger_cross_entropy"} <= kernels
-    assert {"forward", "backward", "backward_deterministic"} <= kernels
-
-
-def test_the_loops_of_flash_attention():
-    """Products of a tile are 2 in the forward and 5 in the backward; exponentials
-    are 64 of a scheduler, and two of the maxima. So the assumed tiles and warps are right.
-    """
-    known = cost.read(cases.Table.read(cost.PEERS))
-    flash = {n: found for n, found in known.items() if "FlashAttention-4" in n}
-    assert len(flash) == 4
-    for name, found in flash.items():
-        d = 128 if "D=128" in name else 64
-        for entry in found:
-            products = 2 if entry.kernel == "forward" else 5
-            assert entry.products == products * d / 64, (name, entry)
-            assert entry.exponentials == (66 if entry.kernel == "forward" else 64), (name, entry)
-            assert entry.hazards == 0 and entry.blocks == 1
-
-
-def test_the_tables_of_the_page_are_those_of_the_data():
+def test_the_table_of_the_page_is_that_of_the_data():
     """Else `python -m benchmarks.proof.cost --docs`."""
     page = cost.PAGE.read_text()
-    assert cost.with_tables(page) == page
-
-
-def test_the_table_by_version():
-    """Brackets name the exponentials that run alone in whole tiles, and local accesses of any."""
-    known = KNOWN["sm_90 attention bf16 D=64 plain, Gluon"]
-    edge, full = (
-        next(e for e in known if (e.kernel, e.part) == ("hopper_forward", part))
-        for part in ("edge", "full")
-    )
-
-    def table(version, **by_case):
-        cases_of = {
-            f"sm_90 attention bf16 {d.replace('_', '=')} plain, Gluon": {"costs": cost.rows(found)}
-            for d, found in by_case.items()
-        }
-        return cases.Table(version, cases_of)
-
-    spilling = [replace(edge, local=3.0, overlap=0.5), replace(full, issue=500.0, overlap=0.75)]
-    lines = cost.by_version(
-        [
-            table("3.9.0", D_64=[edge, full], D_128=spilling),
-            table("3.6.0", D_64=[replace(edge, kernel="forward"), replace(full, issue=400.0)]),
-        ]
-    ).splitlines()
-    assert lines[0] == "| kernel | call, row | D | 3.6.0 | 3.9.0 |"
-    row = f"400 / - | {full.issue:.0f} / 500 (25% alone, 3 local)"
-    assert lines[2:] == [f"| hopper_forward | plain, Gluon | 64 / 128 | {row} |"]
+    assert cost.with_table(page) == page
 
 
 def test_the_table_of_loops_adds_up():
     """The kernels of a backward are added, and a kernel's one loop is both tiles."""
-    table = cases.Table.read(cost.PEERS)
-    own, peers = cost.read(cases.Table.read()), cost.read(table)
-    lines = cost.beside(own, peers).splitlines()[2:]
+    own = cost.read(cases.Table.read())
+    lines = cost.attention_loops(own).splitlines()[2:]
     cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in lines}
-    assert len(lines) == len(cells) == len(cost.BESIDE)
+    assert len(lines) == len(cells) == len(cost.LOOPS)
     whole, edge, *_ = cells["backward"]
     for cell, part in ((whole, "full"), (edge, "edge")):
         for n, d in zip(cell.split(" / "), (64, 128)):
             case = own[f"sm_90 attention bf16 D={d} causal"]
             issued = {e.kernel: e.issue for e in case if e.part == part}
             assert int(n) == round(issued["backward_dkdv"] + issued["backward_dq"])
-    assert cells["the same, deterministic"][0] == cells["the same, deterministic"][1]
     assert cells["forward in Gluon"][2] == "100% / 100%"

@@ -270,6 +270,46 @@ def test_after_a_capture_that_fails_sampling_and_training_work(environment):
     assert done.stdout.split() == ["waits", "waits_in_the_capture", "hides_its_error"], done.stderr
 
 
+# An epoch whose updates are captured, and one whose model waits for the device.
+TRAINING = """
+import warnings, torch, fastformer as ff
+from fastformer.training import updates
+
+captures, captured = [], updates.captured
+def counted(function):
+    captures.append(function)
+    return captured(function)
+updates.captured = counted
+
+def waits(*_):
+    if torch.cuda.is_current_stream_capturing():
+        torch.ones(2, device="cuda").sum().item()
+
+model = ff.make_model(11, 11, 1, 32, 64, 2).cuda().train()
+optimizer = torch.optim.Adam(model.parameters())  # the fused one does not run over the stand-in
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(11, 0))
+x = torch.ones(2, 5, dtype=torch.int64, device="cuda")
+for fault in (None, waits):
+    handle = model.register_forward_hook(fault) if fault else None
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        batches = [ff.Batch(x, x), ff.Batch(x, x[:, :4])] * 4
+        ff.run_epoch(batches, model, compute, optimizer, scheduler, cuda_graph=True)
+    print(len(captures), scheduler.last_epoch, *[w.message for w in seen if "graph" in str(w)])
+"""
+
+
+@pytest.mark.with_all
+def test_an_epoch_in_cuda_graphs(environment):
+    """Two shapes, each captured once; then a capture that fails."""
+    command = [sys.executable, "-c", TRAINING]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("batch ")]
+    assert lines[:1] == ["2 8"], done.stderr
+    assert lines[1].startswith("3 16 the steps run without a CUDA graph: ")
+
+
 @pytest.mark.with_slow
 def test_the_part_that_tunes(environment, tmp_path):
     """Every candidate of a class compiles, and all of them tie: every call takes as long."""

@@ -85,7 +85,7 @@ def test_settings_name_a_bad_number(numbers, message):
 # ------------------------------------------------------------------------------------- the training
 
 
-def test_it_is_learned():
+def test_copy_task_is_learned():
     """The reference at a reduced size, in seconds. The defaults run in .ci/run."""
     settings = Settings(length=5, vocab=6, N=1, d_model=32, d_ff=64, h=2)
     run = copy_task.train(settings, "reference", verbose=False)
@@ -170,7 +170,7 @@ BAD = [1] * 10
         ({"losses": [0.5] * 399, "decoded": BAD}, []),  # fewer than the default steps
     ],
 )
-def test_faults(second, words):
+def test_faults_of_copy_task_runs(second, words):
     runs = [GOOD, replace(GOOD, **{"backend": "triton", **second})]
     found = copy_task.faults(Settings(), runs)
     assert len(found) == len(words)

@@ -83,7 +83,7 @@ def test_run_epoch_without_padding(translates, backend, device):
     assert losses[0][-1] < losses[0][0]
 
 
-def test_what_a_packed_batch_holds(device):
+def test_batch_packed(device):
     src = torch.tensor([[PAD, 4, 5], [6, PAD, PAD]], device=device)
     tgt = torch.tensor([[1, 7, 8, 2], [1, 9, PAD, PAD]], device=device)
     batch = ff.Batch(src, tgt, packed=True)

@@ -13,35 +13,19 @@ import gpu_path_cases as cases
 import pytest
 import torch
 import tuning_worker
-from tuning_worker import CANDIDATES, by_itself
+from tuning_worker import CANDIDATES, CPU, FORWARD, HERE, OP, by_itself, flash
 
 import fastformer as ff
 from fastformer import numerics, tuning
 from fastformer.dispatch import autograd, backends, measurements
 from fastformer.dispatch.measurements import Entry
 from fastformer.dispatch.operation import OPERATIONS, Alternative
-from fastformer.ops import examples
 from fastformer.tuning import Candidate, Work, measure_job, supervise
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning"
 )
-CPU = torch.device("cpu")
-HERE = dict(gpu="GPU A", driver="570.1", torch="2.13.0", triton="3.7.1", fastformer="0.1.0")
-FORWARD, OP = "attention forward", "scaled_dot_product_attention"
 A, B = (FORWARD, "a"), (FORWARD, "b")
-
-
-@pytest.fixture
-def file(tmp_path, monkeypatch):
-    """The file that is read; the machine is HERE, and its GPU is the CPU."""
-    path = tmp_path / "tuning.json"
-    monkeypatch.setenv("FASTFORMER_TUNING", str(path))
-    monkeypatch.setattr(measurements, "machine", lambda device: HERE)
-    backends.measure_again()
-    yield path
-    monkeypatch.undo()
-    backends.measure_again()
 
 
 def measured(*names, **known):
@@ -164,19 +148,6 @@ def test_the_time_of_a_gpu_is_between_two_events_with_a_cold_cache(monkeypatch):
     assert tuning.LEAST <= len(rounds) // 5 <= tuning.MOST
 
 
-@pytest.mark.gpu
-def test_a_gpu_is_measured(file, monkeypatch):
-    monkeypatch.undo()  # the machine is this one
-    monkeypatch.setenv("FASTFORMER_TUNING", str(file))
-    calls = {}
-    for op, given in examples.calls(tuning.gpu(), B=2, S=512):
-        if op in ("layer_norm", OP) and given.get("is_causal", True):
-            tuning.add(calls, op, backends.checked(op, **given))
-    result = tuning.measure(calls, file, 8.0)
-    assert result.done and all(choice for _, choice, *_ in result.rows), str(result)
-    assert any(name.startswith("torch") for _, _, us, _ in result.rows for name in us)
-
-
 # --------------------------------------------------------------------------------- the process
 
 
@@ -236,7 +207,7 @@ def test_a_kernel_that_ends_the_process_is_tried_in_no_other_class():
 # ------------------------------------------------------------------------------------- comparing
 
 
-def test_the_policy():
+def test_first_disagreement():
     disagreement = numerics.first_disagreement
     exact = [torch.linspace(-1, 1, 100, dtype=torch.float64)]
     half = [exact[0].half()]
@@ -361,21 +332,6 @@ def test_few_queries_take_the_faster_of_two_kernels(one_row, all_of, monkeypatch
         assert "split over programs" not in ff.explain(OP, **given).reason
 
 
-def test_the_best_tiles_of_a_kernel_are_measured(one_row, all_of, tmp_path):
-    given = attention()
-    done = all_of(given, lambda call: 1 / tuning_worker.by_tiles(call))
-    (choice,) = (entry.choice for (kind, _), entry in done.items() if kind == FORWARD)
-    assert choice == "16 32 4 1"
-
-
-def flash(query, key, value, *rest, scale=1.0):
-    """torch's own op on a CPU in the place of those of a GPU."""
-    attention = ff.description.unpack(rest[:-1])
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, lse = op(query, key, value, 0.0, attention.is_causal, scale=attention.scale)
-    return output * scale, lse.contiguous(), query.new_empty(0)
-
-
 def unsteady(*arguments):
     output, *rest = flash(*arguments)
     return output * (1 + torch.rand(()) * 1e-7), *rest
@@ -393,9 +349,10 @@ def instead(one_row, monkeypatch):
     def instead(**forwards):
         backends._load(OP)
         others = {name: Alternative(one) for name, one in forwards.items()}
-        monkeypatch.setitem(OPERATIONS, OP, OPERATIONS[OP]._replace(alternatives=others))
+        record = OPERATIONS[OP]._replace(alternatives=others)
+        monkeypatch.setitem(OPERATIONS, OP, record)
         monkeypatch.setattr(autograd, "_pairs", dict(autograd._pairs))
-        autograd.pair(OP, others)
+        autograd.pair(OP, record)
 
     return instead
 
@@ -410,18 +367,6 @@ def test_torchs_own_op_is_a_candidate_with_our_backward(instead, all_of, gradien
     assert "disagrees with the reference" in last.dropped["wrong"]
     assert last.dropped["unsteady"] == "the results of two runs differ"
     assert last.dropped["nan"] == "NaN reaches other elements of the output"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [dict(dropout_p=0.5, dropout_seed=1), dict(key_lengths=torch.tensor([20]))],
-    ids=" ".join,
-)
-def test_torchs_own_op_is_none_where_it_computes_something_else(instead, all_of, options):
-    instead(flash=flash)
-    done = all_of(attention(**options), flat, lambda c: "16" not in c.name)
-    (last,) = (entry for (kind, _), entry in done.items() if kind == OP)
-    assert last.us.keys() == {"triton", "reference"}
 
 
 def test_a_run_writes_what_calls_then_take_and_goes_on_where_it_was(file, monkeypatch):
@@ -658,10 +603,12 @@ def interpreted():
 )
 def test_fences(interpreted, n, step, right):
     """Of 20 numbers, or 7 of these, every third."""
+    from fastformer.kernels import tuned
+
     x, y = torch.arange(64.0), torch.zeros(64)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
-    with backends.fenced() as found:
+    with tuned.fenced() as found:
         assert torch.empty(3).isnan().all()
         scaled(n, step, *(t[:20] if step == 1 else t[:20:3] for t in (x, y)))
     assert found == ([] if right else ["it writes outside of a tensor"])
@@ -673,8 +620,10 @@ def test_fences(interpreted, n, step, right):
 
 
 def test_what_is_read_outside_is_nan(interpreted):
+    from fastformer.kernels import tuned
+
     x, y = torch.arange(64.0), torch.zeros(64)
-    with backends.fenced() as found:
+    with tuned.fenced() as found:
         scaled(32, 1, x[:20], y[:32])
     assert found == [] and y[:20].isfinite().all() and y[20:32].isnan().all()
 
@@ -692,12 +641,13 @@ def test_what_is_read_outside_is_nan(interpreted):
     ids=lambda x: f"{x.dtype} {tuple(x.stride())}",
 )
 def test_a_fence_keeps_what_is_inside(x):
+    from fastformer.kernels import tuned
     from fastformer.kernels.launch import Launch
 
     given = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", lambda launch, *pointers: given.extend(pointers))
-        with backends.fenced() as found:
+        with tuned.fenced() as found:
             Launch.__call__(None, x, (x, 3))
     assert found == []
     one, (two, number) = given

@@ -19,7 +19,7 @@ the gradient of a sharded argument is sharded, the gradient of a replicated one 
 devices.
 
 The rules apply before the choice of the backend. torch's `register_sharding` would cover only the
-registered ops of the kernels, and gives an op no way to learn the offset of its shard.
+registered ops of the kernels, and tells no op the offset of its shard.
 
 Source: the placements: Shoeybi et al. 2019, "Megatron-LM", section 3; the split of the tokens:
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section

@@ -108,7 +108,7 @@ class FusedAnnotatedFeedForward(Recognized, PositionwiseFeedForward):
     _arguments = ("x",)
     activation = "relu"  # for an original class that does not set it
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         reason = unsupported_tensor(x)
         if reason is not None:
             return self._run_original(reason, x)

@@ -5,7 +5,7 @@ Shapes: N batch, L queries, S keys, E features, H heads, D = E / H.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
-from fastformer.checks import shape_of
+from fastformer.checks import shape_of, wrong_shape
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import (
@@ -26,6 +26,7 @@ from fastformer.drop_in.replacements.base import (
 )
 from fastformer.nn.padding import Packing
 from fastformer.ops import functional
+from fastformer.ops.attention.joint import Projected, joint_attention
 
 NEEDS_WEIGHTS = (
     "need_weights=True, the default, runs in plain PyTorch; if the weights are discarded, "
@@ -66,26 +67,36 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         weights = weights.mean(1) if average_attn_weights else weights
         return out, weights if query.dim() == 3 else weights.squeeze(0)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Visibility,
+        seed: Tensor | None = None,
+    ) -> Tensor:
         """Return the output [N, L, E], [L, N, E] or [L, E], in the layout of the query. In a packed
-        batch, query, key, value and output are [tokens, E].
+        batch, query, key, value and output are [tokens, E]. seed: that of dropout; drawn, if None.
         """
         p = self.dropout if self.training else 0.0
         if seen.cache is not None:
             out = self._attend_cached(query, key, value, seen, p)
             out = self._heads_last(out, query.dim() == 3)
             return F.linear(out, self.out_proj.weight, self.out_proj.bias)
-        q, k, v = self._projected(query, key, value)  # [.., S, H, D]
+        projected = self._projected(query, key, value, seen.packing is not None)
+        q, k, v = projected.parts()
         if seen.packing is not None:
             offsets, longest = seen.packing.cu_seqlens, seen.packing.longest
-            out = functional.packed_attention(
-                q, k, v, offsets, offsets, longest, longest, dropout_p=p, is_causal=seen.is_causal
-            ).flatten(-2)
+            packed = q, k, v, offsets, offsets, longest, longest
+            options = dict(dropout_p=p, is_causal=seen.is_causal, dropout_seed=seed)
+            out = joint_attention("packed_attention", projected, {}, *packed, **options)
+            out = out.flatten(-2)
         else:
-            k, v, seen = self._with_appended_keys(self._heads_first(k), self._heads_first(v), seen)
-            out = functional.scaled_dot_product_attention(
-                self._heads_first(q), k, v, seen.attn_mask, p, seen.is_causal, bias=seen.bias
-            )
+            rotation: dict[str, Any] | None = None if self._appends_keys() else {}
+            k, v, seen = self._with_appended_keys(k, v, seen)
+            given = q, k, v, seen.attn_mask, p, seen.is_causal
+            op, options = "scaled_dot_product_attention", dict(bias=seen.bias, dropout_seed=seed)
+            out = joint_attention(op, projected, rotation, *given, **options)
             out = self._heads_last(out, query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias)
 
@@ -117,7 +128,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor]:
         """Return the output, and the weights [N, H, L, S] after dropout, as torch does."""
         record_fallback(self, "MultiheadAttention", NEEDS_WEIGHTS)
-        q, k, v = (self._heads_first(x) for x in self._projected(query, key, value))
+        q, k, v = self._projected(query, key, value).parts()
         k, v, seen = self._with_appended_keys(k, v, seen)
         weights = functional.attention_weights(q, k, seen.attn_mask, seen.is_causal, bias=seen.bias)
         weights = F.dropout(weights, self.dropout, self.training)
@@ -140,16 +151,14 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.dim() not in (2, 3):
-            raise ValueError(
-                f"query has shape {shape_of(query)}; "
-                f"expected {'[N, L, E]' if self.batch_first else '[L, N, E]'}, or [L, E]"
+            raise wrong_shape(
+                "query", query, f"{'[N, L, E]' if self.batch_first else '[L, N, E]'}, or [L, E]"
             )
         features = (self.embed_dim, self.kdim, self.vdim)
         for name, x, n in zip(("query", "key", "value"), (query, key, value), features):
             if x.dim() != query.dim() or x.shape[-1] != n:
-                raise ValueError(
-                    f"{name} has shape {shape_of(x)}; "
-                    f"expected {query.dim()} dimensions, as query, the last of them {n}"
+                raise wrong_shape(
+                    name, x, f"{query.dim()} dimensions, as query, the last of them {n}"
                 )
         batch = 0 if self.batch_first else 1
         same = key.shape[:-1] == value.shape[:-1]
@@ -179,7 +188,12 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
                 f"is_causal is True and {names[0]} None; it is a hint that {names[0]} is causal: "
                 "expected the mask as well (nn.Transformer.generate_square_subsequent_mask)"
             )
-        _require_mask_dtypes(names, (attn_mask, key_padding_mask))
+        for name, mask in zip(names, (attn_mask, key_padding_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise TypeError(
+                    f"{name} has dtype {mask.dtype}; expected torch.bool, True where a key is "
+                    "masked out, or a floating dtype, to be added to the scores"
+                )
         batched = query.dim() == 3
         at = 1 if batched and self.batch_first else 0
         batch = query.shape[1 - at] if batched else 1
@@ -196,24 +210,32 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     # ---------------------------------------------------------------------- queries, keys, values
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Project query, key and value [.., E] to [.., H, D].
+    def _projected(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: bool = False
+    ) -> Projected:
+        """Project query, key and value. The parts are [N, H, L or S, D]; [tokens, H, D] if packed.
 
         If in_proj_weight holds all weights, key and value share one GEMM if they are the same
         tensor, and query shares it too if it is that tensor.
         """
-        packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
-        if backends.is_dtensor(packed):
-            return self._projected_by_heads((query, key, value))
-        groups = [(query, 1), (key, 1), (value, 1)]
-        if key is value and self.in_proj_weight is not None:
-            groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
-        weights, biases = self._projections([n for _, n in groups])
-        out: list[Tensor] = []
-        for (x, n), w, b in zip(groups, weights, biases):
-            heads = F.linear(x, w, b).unflatten(-1, (n, self.num_heads, self.head_dim))
-            out += heads.unbind(-3)
-        return out
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        if backends.is_dtensor(weight):
+            found = self._projected_by_heads((query, key, value))
+        else:
+            groups = [(query, 1), (key, 1), (value, 1)]
+            if key is value and self.in_proj_weight is not None:
+                groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
+            weights, biases = self._projections([n for _, n in groups])
+            found = [
+                F.linear(x, w, b).unflatten(-1, (n * self.num_heads, self.head_dim))
+                for (x, n), w, b in zip(groups, weights, biases)
+            ]
+        if packed:
+            return Projected(found, self.num_heads, (0, 1, 2))
+        if query.dim() == 2:
+            return Projected([x.unsqueeze(0) for x in found], self.num_heads, (0, 2, 1, 3))
+        order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
+        return Projected(found, self.num_heads, order)
 
     def _projected_by_heads(self, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
         """Project as `_projected` does, with weights that `parallelize` has sharded by heads."""
@@ -236,6 +258,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         weights: Sequence[Tensor]
         if self.in_proj_weight is None:
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        elif len(sizes) == 1:  # a split would concatenate its gradient
+            return [self.in_proj_weight], [bias]
         else:
             weights = self.in_proj_weight.split(sizes)
         return weights, [None] * len(sizes) if bias is None else bias.split(sizes)
@@ -293,15 +317,6 @@ class Visibility(NamedTuple):
     cache: LayerCache | MemoryCache | None = None
 
 
-def _require_mask_dtypes(names: Iterable[str], masks: Iterable[Tensor | None]) -> None:
-    for name, mask in zip(names, masks):
-        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(
-                f"{name} has dtype {mask.dtype}; expected torch.bool, True where a key is masked "
-                "out, or a floating dtype, to be added to the scores"
-            )
-
-
 def _padding_of_scores(
     name: str, key_padding_mask: Tensor | None, scores: tuple[int, ...], batched: bool
 ) -> Tensor | None:
@@ -311,10 +326,7 @@ def _padding_of_scores(
     batch, keys = scores[0], scores[3]
     expected = [batch, keys] if batched else [keys]
     if list(key_padding_mask.shape) != expected:
-        raise ValueError(
-            f"{name} has shape {shape_of(key_padding_mask)}; "
-            f"expected {'[N, S]' if batched else '[S]'} = {expected}"
-        )
+        raise wrong_shape(name, key_padding_mask, f"{'[N, S]' if batched else '[S]'} = {expected}")
     return key_padding_mask.view(batch, 1, 1, keys)
 
 

@@ -8,7 +8,7 @@ Shapes: N batch, L queries, S keys, E features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,12 @@ from fastformer.drop_in.replacements.base import (
 )
 from fastformer.drop_in.replacements.norms import FusedLayerNorm
 from fastformer.eager import eager
-from fastformer.nn.stream import ResidualStream, apply_feed_forward, is_unmodified
+from fastformer.nn.seeds import Seeds
+from fastformer.nn.stream import (
+    ResidualStream,
+    apply_feed_forward,
+    is_unmodified,
+)
 
 
 class OnStream(Accelerated):
@@ -39,6 +44,11 @@ class OnStream(Accelerated):
         """Return why the module cannot run on one stream, or None."""
         raise NotImplementedError
 
+    @property
+    def _sites(self) -> int:
+        """How many dropout seeds the module takes."""
+        raise NotImplementedError
+
     def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
         """Return the module's output after `_through` has run. x: the module's input."""
         raise NotImplementedError
@@ -48,11 +58,13 @@ class OnStream(Accelerated):
         tensors: tuple[Tensor | None, ...],
         hints: tuple[bool | None, ...],
         read_masks: Callable[[], tuple[object, ...]],
+        seeds: Seeds | None = None,
     ) -> Tensor:
         """Run on a stream whose initial value is tensors[0], or fall back to the original forward.
 
         tensors and hints: the arguments of `forward`, in order. read_masks: returns the `context`
-        arguments of `_through`, or raises TypeError or ValueError.
+        arguments of `_through`, or raises TypeError or ValueError. seeds: those of the model,
+        from this module's on.
         """
         reason = unsupported_tensor(*tensors) or self._unsupported_reason()
         if reason is not None:
@@ -62,7 +74,7 @@ class OnStream(Accelerated):
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, *tensors, *hints)
         assert tensors[0] is not None
-        stream = ResidualStream(tensors[0])
+        stream = ResidualStream(tensors[0], seeds or Seeds(self._sites))
         self._through(stream, *context)
         return self._stream_output(stream, tensors[0])
 
@@ -76,6 +88,10 @@ class Layer(OnStream):
     norm_first: bool
     dropout: nn.Dropout
     activation: Callable[[Tensor], Tensor]
+
+    @property
+    def _sites(self) -> int:
+        return 2 * len(self._attentions) + 2  # each sublayer's own, and its output's
 
     def _unsupported_reason(self) -> str | None:
         first = attention_of(self, self._attentions[0])
@@ -107,21 +123,32 @@ class Layer(OnStream):
         return self.norm_first
 
     def _attention_sublayer(
-        self, name: str, visibility: Visibility, memory: Tensor | None = None
+        self,
+        stream: ResidualStream,
+        site: int,
+        name: str,
+        visibility: Visibility,
+        memory: Tensor | None = None,
     ) -> Callable[[Tensor], Tensor]:
         """Return the function x -> attention(x, memory, memory), or self-attention if no memory."""
         attention = attention_of(self, name)
+        drops = attention.training and attention.dropout and visibility.cache is None
+        seed = stream.seeds.of(site, stream.x.device) if drops else None
 
         def attend(x: Tensor) -> Tensor:
             keys = x if memory is None else memory
             with ops_of(attention):
-                return attention._attend(x, keys, keys, visibility)
+                return attention._attend(x, keys, keys, visibility, seed)
 
         return attend
 
-    def _feed_forward_sublayer(self, x: Tensor) -> Tensor:
-        activation = _op_activation(self.activation)
-        return apply_feed_forward(x, self.linear1, activation, self.dropout, self.linear2)
+    def _feed_forward_sublayer(
+        self, stream: ResidualStream, site: int
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the function x -> linear2(dropout(activation(linear1(x))))."""
+        parts = self.linear1, _op_activation(self.activation), self.dropout, self.linear2
+        seed = stream.seed(site, self.dropout)
+        return lambda x: apply_feed_forward(x, *parts, seed)
 
 
 def in_order_of(x: Tensor, out: Tensor) -> Tensor:
@@ -190,11 +217,12 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             if arguments is not None and (hidden is None or not hidden.all(1).any()):
                 self._run_as_one_op(stream, arguments, hidden)
                 return
-        attend = self._attention_sublayer("self_attn", visibility)
+        attend = self._attention_sublayer(stream, 0, "self_attn", visibility)
+        feed_forward = self._feed_forward_sublayer(stream, 2)
         with ops_of(self):
             first = self.norm_first
-            stream.add_sublayer(attend, self.norm1, self.dropout1, first)
-            stream.add_sublayer(self._feed_forward_sublayer, self.norm2, self.dropout2, first)
+            stream.add_sublayer(attend, self.norm1, self.dropout1, first, 1)
+            stream.add_sublayer(feed_forward, self.norm2, self.dropout2, first, 3)
 
     def _run_as_one_op(
         self, stream: ResidualStream, arguments: tuple[Any, ...], padding: Tensor | None
@@ -219,7 +247,7 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         not compute the same as the submodules, or does not support their parameters.
         """
         attention, activation = attention_of(self, "self_attn"), _op_activation(self.activation)
-        norm1, norm2, linear1, linear2 = parts = _parts(self)
+        norm1, norm2, linear1, linear2 = self.norm1, self.norm2, self.linear1, self.linear2
         dropouts = (self.dropout, self.dropout1, self.dropout2)
         standard = (
             isinstance(norm1, FusedLayerNorm)
@@ -229,14 +257,14 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             and activation in ("relu", "gelu")
             and attention.num_heads % 2 == 0
             and not attention._appends_keys()
-            and is_unmodified(*parts, *dropouts)
+            and is_unmodified(norm1, norm2, linear1, linear2, *dropouts)
         )
         if not standard:
             return None
         for dropout in dropouts:
             if type(dropout) is not nn.Dropout or dropout.training:
                 return None
-        parameters = _parameters(attention, parts)
+        parameters = layer_parameters(self)
         for parameter in parameters:
             if parameter is None or parameter.dtype != dtype:
                 return None
@@ -266,22 +294,10 @@ def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
 
 def layer_parameters(layer: nn.TransformerEncoderLayer) -> list[Tensor | None]:
     """Return all parameters, in the order of torch's op for a full layer."""
-    return _parameters(layer.self_attn, _parts(layer))
-
-
-def _parts(
-    layer: nn.TransformerEncoderLayer,
-) -> tuple[nn.LayerNorm, nn.LayerNorm, nn.Linear, nn.Linear]:
-    return layer.norm1, layer.norm2, layer.linear1, layer.linear2
-
-
-def _parameters(
-    attention: nn.MultiheadAttention, parts: Sequence[nn.LayerNorm | nn.Linear]
-) -> list[Tensor | None]:
-    parameters: list[Tensor | None] = [attention.in_proj_weight, attention.in_proj_bias]
-    for part in (attention.out_proj, *parts):
-        parameters += [part.weight, part.bias]
-    return parameters
+    attention = layer.self_attn
+    parts = attention.out_proj, layer.norm1, layer.norm2, layer.linear1, layer.linear2
+    pairs = (pair for part in parts for pair in (part.weight, part.bias))
+    return [attention.in_proj_weight, attention.in_proj_bias, *pairs]
 
 
 def encoder_visibility(
@@ -325,13 +341,15 @@ class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
         memory: Tensor,
         memory_visibility: Visibility,
     ) -> None:
-        attend = self._attention_sublayer("self_attn", visibility)
-        attend_to_memory = self._attention_sublayer("multihead_attn", memory_visibility, memory)
+        attend = self._attention_sublayer(stream, 0, "self_attn", visibility)
+        seen = memory_visibility, memory
+        attend_to_memory = self._attention_sublayer(stream, 2, "multihead_attn", *seen)
+        feed_forward = self._feed_forward_sublayer(stream, 4)
         with ops_of(self):
             first = self.norm_first
-            stream.add_sublayer(attend, self.norm1, self.dropout1, first)
-            stream.add_sublayer(attend_to_memory, self.norm2, self.dropout2, first)
-            stream.add_sublayer(self._feed_forward_sublayer, self.norm3, self.dropout3, first)
+            stream.add_sublayer(attend, self.norm1, self.dropout1, first, 1)
+            stream.add_sublayer(attend_to_memory, self.norm2, self.dropout2, first, 3)
+            stream.add_sublayer(feed_forward, self.norm3, self.dropout3, first, 5)
 
 
 def decoder_context(

@@ -21,14 +21,16 @@ class FusedLayerNorm(Accelerated, nn.LayerNorm):
                 _autocast_input(input), self.normalized_shape, self.weight, self.bias, self.eps
             )
 
-    def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    def after_sum(
+        self, x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return (self(sum), sum) of sum = residual + dropout(x), [...], from one kernel."""
         if _unsupported_norm(residual, self.weight, self.bias, self.eps) is not None:
             total = residual + F.dropout(x, dropout_p)
             return self.forward(total), total
         inputs = _autocast_input(x), _autocast_input(residual)
         normalized, total = functional.dropout_add_layer_norm(
-            *inputs, self.weight, self.bias, dropout_p, self.eps
+            *inputs, self.weight, self.bias, dropout_p, self.eps, dropout_seed=dropout_seed
         )
         return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
 

@@ -8,14 +8,18 @@ Shapes: N batch, L queries, S keys, E features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import require_device, require_tensor, shape_of
+from fastformer.checks import (
+    require_device,
+    require_instance,
+    require_tensor,
+    wrong_shape,
+)
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
@@ -38,6 +42,7 @@ from fastformer.drop_in.replacements.layers import (
 from fastformer.eager import eager
 from fastformer.nn.base import require_linear_input
 from fastformer.nn.padding import Packing, packing_of, pad, unpad
+from fastformer.nn.seeds import Seeds
 from fastformer.nn.stream import ResidualStream, is_unmodified
 
 # An encoder drops its padding only if it is at least this share of the batch and this many tokens:
@@ -49,14 +54,11 @@ class Stack(OnStream):
     """What an encoder and a decoder share."""
 
     _layer: ClassVar[type[Layer]]
-    layers: nn.ModuleList
+    layers: Any  # of `_layer`
     norm: nn.Module | None
 
-    def _layers(self) -> Sequence[Layer]:
-        return self.layers  # type: ignore[return-value]
-
     def _unsupported_reason(self) -> str | None:
-        layers = self._layers()
+        layers = self.layers
         if len(layers) == 0:
             return "it has no layers"
         for i, layer in enumerate(layers):
@@ -72,16 +74,21 @@ class Stack(OnStream):
                     return f"layers.{i} has another form of {name} than layers.0"
         return None if self.norm is None else unsupported_parameter(self.norm)
 
+    @property
+    def _sites(self) -> int:
+        return sum(layer._sites for layer in self.layers)
+
     def _through(self, stream: ResidualStream, *context: object) -> None:
-        for layer in self._layers():
+        for layer in self.layers:
             layer._through(stream, *context)
+            stream.seeds = stream.seeds.after(layer._sites)
 
     def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
         with ops_of(self):
             out = stream.value() if self.norm is None else stream.normalize(self.norm)
         if x.is_contiguous() or self.norm is not None:
             return out.contiguous()
-        keeps_order = all(layer._keeps_order(out) for layer in self._layers())
+        keeps_order = all(layer._keeps_order(out) for layer in self.layers)
         return in_order_of(x, out) if keeps_order else out.contiguous()
 
 
@@ -120,16 +127,21 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         is_causal: bool | None = None,
         *,
         _unseen: bool = False,
+        _seeds: Seeds | None = None,
     ) -> Tensor:
-        """Run the layers on one stream. _unseen: nothing reads the output at the padding."""
+        """Run the layers on one stream. _unseen: nothing reads the output at the padding. _seeds:
+        those of the model, from this stack's on.
+        """
         padding = src_key_padding_mask
         reason = unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
-        hidden = self._padding_to_zero(src, padding)
+        hidden = padding if self._drops_padding and src.dim() == 3 else None
+        if hidden is not None and hidden.dtype != torch.bool:
+            hidden = None
         if reason is not None:
             out = self._run_original(reason, src, mask, padding, is_causal)
             return out if hidden is None or out.is_nested else self._blanked(out, hidden)
-        first, names = self._layers()[0], ("mask", "src_key_padding_mask")
+        first, names = self.layers[0], ("mask", "src_key_padding_mask")
         causal = _is_causal(mask, is_causal)
         try:
             seen = encoder_visibility(first, src, (mask, padding), causal, names)
@@ -140,34 +152,32 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             if _unseen or self._converts_to_nested(src, mask, masked):
                 hidden = masked
         appends = attention_of(first, "self_attn")._appends_keys()
+        seeds = _seeds or Seeds(self._sites)
         if hidden is not None and (mask is None or seen.is_causal) and not appends:
             packing = None if backends.is_dtensor(src) else _packing_worth_it(hidden)
             if packing is not None:
-                return self._forward_packed(src, packing, seen.is_causal)
-        stream = ResidualStream(src)
+                return self._forward_packed(src, packing, seen.is_causal, seeds)
+        stream = ResidualStream(src, seeds)
         self._through(stream, seen)
         if hidden is not None and not _unseen:
             hidden = self._batch_as_given(hidden).unsqueeze(-1)
-            stream = ResidualStream(stream.value().masked_fill(hidden, 0.0))
+            stream.x = stream.value().masked_fill(hidden, 0.0)
         return self._stream_output(stream, src)
 
-    def _padding_to_zero(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Return src_key_padding_mask if `accelerate(drop_padding=True)` applies to it, or None."""
-        if padding is None or not self._drops_padding or src.dim() != 3:
-            return None
-        return padding if padding.dtype == torch.bool else None
-
-    def _forward_packed(self, src: Tensor, packing: Packing, is_causal: bool) -> Tensor:
+    def _forward_packed(
+        self, src: Tensor, packing: Packing, is_causal: bool, seeds: Seeds
+    ) -> Tensor:
         """Run the layers on the tokens of src [N, S, E] or [S, N, E] that are not padding."""
         tokens, _ = unpad(self._batch_as_given(src), packing)  # [tokens, E]
-        stream = ResidualStream(tokens)
+        stream = ResidualStream(tokens, seeds)
         self._through(stream, Visibility(is_causal=is_causal, packing=packing))
         x = pad(stream.value(), packing)  # [N, S, E], zeros at the padding
-        return self._stream_output(ResidualStream(self._batch_as_given(x)), src)
+        stream.x = self._batch_as_given(x)
+        return self._stream_output(stream, src)
 
     def _batch_as_given(self, x: Tensor) -> Tensor:
         """Convert between [N, S, ..] and the caller's order: transpose unless batch_first."""
-        batch_first = attention_of(self._layers()[0], "self_attn").batch_first
+        batch_first = attention_of(self.layers[0], "self_attn").batch_first
         return x if batch_first else x.transpose(0, 1)
 
     def _blanked(self, out: Tensor, hidden: Tensor) -> Tensor:
@@ -181,7 +191,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         """Return whether the original forward converts src to a nested tensor without padding. If
         so, its layers return zeros at the padding. hidden: [N, S], True at the padding.
         """
-        first = self._layers()[0]
+        first = self.layers[0]
         assert isinstance(first, FusedTransformerEncoderLayer)
         if first.training or src.dim() != 3 or mask is not None:
             return False
@@ -225,15 +235,17 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
+        *,
+        _seeds: Seeds | None = None,
     ) -> Tensor:
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
 
         def read_masks() -> tuple[Visibility, Tensor, Visibility]:
             hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
-            return decoder_context(self._layers()[0], tgt, memory, masks, hints)
+            return decoder_context(self.layers[0], tgt, memory, masks, hints)
 
         hints = (tgt_is_causal, memory_is_causal)
-        return self._forward_on_stream((tgt, memory, *masks), hints, read_masks)
+        return self._forward_on_stream((tgt, memory, *masks), hints, read_masks, _seeds)
 
 
 def decode_step(
@@ -273,17 +285,14 @@ def decode_step(
 
     Source: Shazeer 2019, "Fast Transformer Decoding: One Write-Head is All You Need", section 2.4.
     """
-    if not isinstance(decoder, FusedTransformerDecoder):
-        raise TypeError(
-            f"decoder is a {type(decoder).__name__}; expected an nn.TransformerDecoder that "
-            "fastformer.accelerate has replaced"
-        )
-    if not isinstance(cache, DecoderCache):
-        raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache")
-    _require_step(decoder._layers()[0], tgt, memory, memory_mask, memory_key_padding_mask)
+    expected = "an nn.TransformerDecoder that fastformer.accelerate has replaced"
+    require_instance("decoder", decoder, FusedTransformerDecoder, expected)
+    assert isinstance(decoder, FusedTransformerDecoder)
+    require_instance("cache", cache, DecoderCache, "a DecoderCache")
+    _require_step(decoder.layers[0], tgt, memory, memory_mask, memory_key_padding_mask)
     reason = unsupported_tensor(tgt, memory, memory_mask, memory_key_padding_mask)
     reason = reason or decoder._unsupported_reason()
-    layers = decoder._layers()
+    layers = decoder.layers
     if reason is None and attention_of(layers[0], "self_attn")._appends_keys():
         reason = "self_attn appends keys (add_bias_kv, add_zero_attn)"
     if reason is not None:
@@ -291,12 +300,15 @@ def decode_step(
     kept = cache.layer(0).memory
     if kept.filled:
         kept.require_memory("memory", memory)
-        memory = tgt.new_zeros(()).expand(_memory_shape(layers[0], tgt, kept.longest))
+        shape = list(tgt.shape)  # that of a memory as long as the kept one
+        batch_first = attention_of(layers[0], "multihead_attn").batch_first
+        shape[1 if tgt.dim() == 3 and batch_first else 0] = kept.longest
+        memory = tgt.new_zeros(()).expand(shape)
     elif memory is None:
         raise TypeError("memory is None at the first step; expected a tensor")
     masks = (None, memory_mask, None, memory_key_padding_mask)
     _, memory, seen = decoder_context(layers[0], tgt, memory, masks, (False, False))
-    stream = ResidualStream(tgt)
+    stream = ResidualStream(tgt, Seeds(decoder._sites))
     for i, layer in enumerate(layers):
         own = cache.layer(i)
         layer._through(stream, Visibility(cache=own), memory, seen._replace(cache=own.memory))
@@ -318,20 +330,11 @@ def _require_step(
         assert x is not None
         if name not in masks:
             if x.dim() not in (2, 3) or x.dim() != tgt.dim():
-                raise ValueError(
-                    f"{name} has shape {shape_of(x)}; expected three dimensions, or two without a "
-                    "batch, as many as tgt"
+                raise wrong_shape(
+                    name, x, "three dimensions, or two without a batch, as many as tgt"
                 )
             require_linear_input(name, x, layer.linear1)
         require_device(name, x, "tgt", tgt)
-
-
-def _memory_shape(layer: Layer, tgt: Tensor, length: int) -> list[int]:
-    """Return the shape of a memory of this length for tgt [N, n, E], [n, N, E] or [n, E]."""
-    cross = attention_of(layer, "multihead_attn")
-    shape = list(tgt.shape)
-    shape[1 if tgt.dim() == 3 and cross.batch_first else 0] = length
-    return shape
 
 
 class FusedTransformer(Accelerated, nn.Transformer):
@@ -349,14 +352,32 @@ class FusedTransformer(Accelerated, nn.Transformer):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Call the original forward, or let the encoder drop padding that the decoder masks out."""
+        """Call the original forward, or the two stacks with one draw of dropout seeds; the encoder
+        drops padding that the decoder masks out.
+        """
         masks = (src_mask, tgt_mask, memory_mask)
         paddings = (src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask)
         hints = (src_is_causal, tgt_is_causal, memory_is_causal)
-        if not self._hides_padding(src, paddings[0], paddings[2]):
+        encoder, decoder = self.encoder, self.decoder
+        if not self._joins(encoder, decoder, src, tgt):
             return self._original.forward(self, src, tgt, *masks, *paddings, *hints)
-        memory = self.encoder(src, src_mask, paddings[0], src_is_causal, _unseen=True)
-        return self.decoder(tgt, memory, *masks[1:], *paddings[1:], *hints[1:])
+        seeds = Seeds(encoder._sites + decoder._sites)
+        own = dict(_unseen=self._hides_padding(src, paddings[0], paddings[2]), _seeds=seeds)
+        memory = encoder(src, src_mask, paddings[0], src_is_causal, **own)
+        rest = seeds.after(encoder._sites)
+        return decoder(tgt, memory, *masks[1:], *paddings[1:], *hints[1:], _seeds=rest)
+
+    def _joins(self, encoder: nn.Module, decoder: nn.Module, src: Tensor, tgt: Tensor) -> bool:
+        """Return whether both stacks are replaced, and the original forward calls them alone."""
+        if not isinstance(encoder, FusedTransformerEncoder) or not is_unmodified(encoder, decoder):
+            return False
+        if not isinstance(decoder, FusedTransformerDecoder):
+            return False
+        if encoder._unsupported_reason() or decoder._unsupported_reason():
+            return False
+        batch = 0 if self.batch_first else 1
+        same = src.dim() != 3 or (tgt.dim() == 3 and src.shape[batch] == tgt.shape[batch])
+        return same and src.shape[-1] == tgt.shape[-1] == self.d_model
 
     def _hides_padding(
         self, src: Tensor, padding: Tensor | None, from_decoder: Tensor | None
@@ -369,12 +390,7 @@ class FusedTransformer(Accelerated, nn.Transformer):
             return False
         if padding.dtype != torch.bool or from_decoder.dtype != torch.bool:
             return False
-        encoder, decoder = self.encoder, self.decoder
-        if not (isinstance(encoder, FusedTransformerEncoder) and _may_decide(padding)):
-            return False
-        if not isinstance(decoder, FusedTransformerDecoder) or not is_unmodified(encoder, decoder):
-            return False
-        if decoder._unsupported_reason() is not None:
+        if not _may_decide(padding):
             return False
         if padding is from_decoder:
             return True

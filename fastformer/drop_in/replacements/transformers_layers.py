@@ -130,7 +130,7 @@ class FusedGatedFeedForward(Recognized, AnySignature):
             reason = "its parts were replaced"
         elif isinstance(f, nn.Module) and not is_unmodified(f):
             reason = "its activation has hooks"
-        elif _weight_dtype(getattr(self, names[-1])) not in (None, x.dtype):
+        elif type(last := getattr(self, names[-1])) is nn.Linear and last.weight.dtype != x.dtype:
             reason = "its projections have other dtypes than the input"
         if reason is not None or names is None or activation is None:
             return self._run_original(str(reason), x)
@@ -191,11 +191,6 @@ def _name(f: Any) -> str | None:
     return _NAMES.get(type(f).__name__)
 
 
-def _weight_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype of the weight of an nn.Linear, or None for any other module."""
-    return module.weight.dtype if type(module) is nn.Linear else None
-
-
 _NAMED = re.compile(r".*(RMSNorm\w*|MLP|Mlp|FeedForward|Experts|DenseActDense)")
 
 
@@ -239,7 +234,8 @@ class FusedModelWithLoss(AnySignature):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         skips = self._skips_logits and self.training and not torch.compiler.is_compiling()
-        if not skips or self._labels(args, kwargs) is None:
+        names = list(inspect.signature(self._original.forward).parameters)[1:] if skips else []
+        if not skips or {**dict(zip(names, args)), **kwargs}.get("labels") is None:
             return self._original.forward(self, *args, **kwargs)
         head = output_layer(self)
         if isinstance(head, str):
@@ -254,10 +250,6 @@ class FusedModelWithLoss(AnySignature):
             return tuple(x for x in output if x is not skipped.logits)
         absent = {name: None for name, x in output.items() if x is skipped.logits}
         return dataclasses.replace(output, **absent)
-
-    def _labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = list(inspect.signature(self._original.forward).parameters)[1:]
-        return {**dict(zip(names, args)), **kwargs}.get("labels")
 
     def _loss(
         self,
@@ -297,18 +289,14 @@ class FusedModelWithLoss(AnySignature):
             if skipped is not None:
                 loss = skipped.loss(target, reduction, ignore_index)
             else:
-                loss = _loss_of(logits.flatten(0, -2), target, reduction, ignore_index)
+                device, dtype = logits.device.type, logits.dtype
+                # Of logits in 16 bits, the op returns float32 under autocast only.
+                with torch.autocast(device, dtype) if dtype.itemsize < 4 else nullcontext():
+                    given = logits.flatten(0, -2), target, reduction, ignore_index
+                    loss = functional.cross_entropy(*given).float()
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-def _loss_of(logits: Tensor, target: Tensor, reduction: str, ignore_index: int) -> Tensor:
-    """Return the loss of logits [M, V] in float32, without a copy of them in float32."""
-    device, dtype = logits.device.type, logits.dtype
-    # Of logits in 16 bits, the op returns float32 under autocast only.
-    with torch.autocast(device, dtype) if dtype.itemsize < 4 else nullcontext():
-        return functional.cross_entropy(logits, target, reduction, ignore_index).float()
 
 
 class ChangedLogitsError(RuntimeError):

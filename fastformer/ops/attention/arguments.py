@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from fastformer.checks import (
-    INTEGERS,
     autocast_dtype,
     require_device,
     require_int,
+    require_integers,
     require_number,
+    require_positive,
     require_size,
     require_tensor,
     shape_of,
+    wrong_shape,
 )
 from fastformer.description import Shard
 from fastformer.dispatch import backends
@@ -76,16 +78,15 @@ def require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) ->
     batch, heads, _, dim = query.shape
     for name, x in (("key_pages", keys), ("value_pages", values)):
         if x.dim() != 4:
-            raise ValueError(f"{name} has shape {shape_of(x)}; expected [P, page, G, D]")
+            raise wrong_shape(name, x, "[P, page, G, D]")
     if keys.shape[1] not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
-        raise ValueError(f"key_pages has shape {shape_of(keys)}; expected pages of {sizes} keys")
+        raise wrong_shape("key_pages", keys, f"pages of {sizes} keys")
     if keys.shape[0] < 1:
-        raise ValueError(f"key_pages has shape {shape_of(keys)}; expected one page or more")
+        raise wrong_shape("key_pages", keys, "one page or more")
     if values.shape[:3] != keys.shape[:3]:
-        raise ValueError(
-            f"value_pages has shape {shape_of(values)}; "
-            f"expected the pages and the heads of key_pages {shape_of(keys)}"
+        raise wrong_shape(
+            "value_pages", values, f"the pages and the heads of key_pages {shape_of(keys)}"
         )
     if keys.shape[3] != dim:
         raise ValueError(
@@ -99,9 +100,7 @@ def require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) ->
     if table.dtype != torch.int32:
         raise TypeError(f"block_table has dtype {table.dtype}; expected torch.int32")
     if table.dim() != 2 or table.shape[0] != batch:
-        raise ValueError(
-            f"block_table has shape {shape_of(table)}; expected [B, blocks] with B = {batch}"
-        )
+        raise wrong_shape("block_table", table, f"[B, blocks] with B = {batch}")
     require_device("block_table", table, "query", query)
     return table.shape[1] * keys.shape[1]
 
@@ -186,7 +185,7 @@ def checked_key_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor 
         return None
     _require_bias("bias", bias, query)
     if bias.shape != key.shape[:1]:
-        raise ValueError(f"bias has shape {shape_of(bias)}; expected [Tk] = [{key.shape[0]}]")
+        raise wrong_shape("bias", bias, f"[Tk] = [{key.shape[0]}]")
     require_device("bias", bias, "query", query)
     if bias.dtype not in (torch.float32, query.dtype):  # under autocast
         bias = bias.to(query.dtype)
@@ -202,20 +201,14 @@ def _broadcast(name: str, x: Tensor, query: Tensor, scores: Scores, three: bool)
         for have, want in zip(reversed(shape), reversed(full)):
             fits = fits and (have == want or have == 1)
     if not fits:
-        raise ValueError(
-            f"{name} has shape {shape_of(x)}; expected one that broadcasts to {list(full)}"
-        )
+        raise wrong_shape(name, x, f"one that broadcasts to {list(full)}")
     return x.unsqueeze(1) if three and len(shape) == 3 else x
 
 
 def require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
-    require_tensor("key_lengths", key_lengths, "an integer tensor")
-    if key_lengths.dtype not in INTEGERS:
-        raise TypeError(f"key_lengths has dtype {key_lengths.dtype}; expected integers")
+    require_integers("key_lengths", key_lengths)
     if key_lengths.shape != (query.shape[0],):
-        raise ValueError(
-            f"key_lengths has shape {shape_of(key_lengths)}; expected [B] = [{query.shape[0]}]"
-        )
+        raise wrong_shape("key_lengths", key_lengths, f"[B] = [{query.shape[0]}]")
     require_device("key_lengths", key_lengths, "query", query)
     if may_read(key_lengths) and key_lengths.numel():
         lengths = key_lengths.tolist()  # for a few numbers, min() of Python is faster
@@ -232,7 +225,7 @@ def require_offsets(name: str, cu: Tensor, x_name: str, x: Tensor, longest: int)
     if cu.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {cu.dtype}; expected torch.int32")
     if cu.dim() != 1 or cu.shape[0] < 1:
-        raise ValueError(f"{name} has shape {shape_of(cu)}; expected [B + 1]")
+        raise wrong_shape(name, cu, "[B + 1]")
     require_device(name, cu, x_name, x)
     length_name = "max" + name[-2:]
     require_int(length_name, longest)
@@ -308,9 +301,8 @@ def checked_slopes(alibi_slopes: Tensor | None, query: Tensor, batch: int) -> Te
         raise TypeError(f"alibi_slopes has dtype {alibi_slopes.dtype}; expected a floating dtype")
     heads = query.shape[1]
     if alibi_slopes.shape not in ((heads,), (batch, heads)):
-        raise ValueError(
-            f"alibi_slopes has shape {shape_of(alibi_slopes)}; "
-            f"expected [H] = [{heads}] or [B, H] = [{batch}, {heads}]"
+        raise wrong_shape(
+            "alibi_slopes", alibi_slopes, f"[H] = [{heads}] or [B, H] = [{batch}, {heads}]"
         )
     require_device("alibi_slopes", alibi_slopes, "query", query)
     return alibi_slopes.detach()
@@ -322,7 +314,7 @@ def checked_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     _require_bias("sinks", sinks, query)
     heads = query.shape[1]
     if sinks.shape != (heads,):
-        raise ValueError(f"sinks has shape {shape_of(sinks)}; expected [H] = [{heads}]")
+        raise wrong_shape("sinks", sinks, f"[H] = [{heads}]")
     require_device("sinks", sinks, "query", query)
     if sinks.dtype not in (torch.float32, query.dtype):  # under autocast
         sinks = sinks.to(query.dtype)
@@ -372,7 +364,4 @@ def checked_packed_shard(shard: Sequence[int], heads: int, p: float) -> Shard | 
 def checked_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    softcap = require_number("softcap", softcap, "a number or None")
-    if not 0 < softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; expected a positive number")
-    return softcap
+    return require_positive("softcap", softcap)

@@ -51,40 +51,29 @@ def usual_call(
     if not are_alike(query, key, value):
         return None
     try:
-        return _usual_call(query, key, value, mask, is_causal, key_lengths)
+        sizes, (batch, heads, columns, dim) = query.shape, key.shape
+        rows = sizes[2]
+        if sizes != (batch, heads, rows, dim) or value.shape[:3] != (batch, heads, columns):
+            return None
+        if key_lengths is not None:
+            length = _one_length(key_lengths, batch, columns)
+            if length is None or mask is not None:
+                return None
+            if length < columns:
+                columns, key, value = length, key[:, :, :length], value[:, :, :length]
+        if 0 in sizes or not columns or not value.shape[3]:
+            return None
+        if mask is None:
+            if columns < 16 or (is_causal and rows < 16):
+                return None
+            return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal)
+        if is_causal or not fits(mask, (batch, heads, rows, columns)) or _is_wrapped(query):
+            return None
+        if mask.dtype is torch.bool:
+            return _masked_attention(query, key, value, mask)
+        return _biased_attention(query, key, value, mask) if mask.dtype is query.dtype else None
     except (RuntimeError, ValueError, IndexError):  # no such shapes, or no dense tensors
         return None
-
-
-def _usual_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    key_lengths: Tensor | None,
-) -> Tensor | None:
-    sizes, (batch, heads, columns, dim) = query.shape, key.shape
-    rows = sizes[2]
-    if sizes != (batch, heads, rows, dim) or value.shape[:3] != (batch, heads, columns):
-        return None
-    if key_lengths is not None:
-        length = _one_length(key_lengths, batch, columns)
-        if length is None or mask is not None:
-            return None
-        if length < columns:
-            columns, key, value = length, key[:, :, :length], value[:, :, :length]
-    if 0 in sizes or not columns or not value.shape[3]:
-        return None
-    if mask is None:
-        if columns < 16 or (is_causal and rows < 16):
-            return None
-        return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal)
-    if is_causal or not fits(mask, (batch, heads, rows, columns)) or _is_wrapped(query):
-        return None
-    if mask.dtype is torch.bool:
-        return _masked_attention(query, key, value, mask)
-    return _biased_attention(query, key, value, mask) if mask.dtype is query.dtype else None
 
 
 def are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:

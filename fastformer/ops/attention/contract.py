@@ -19,6 +19,7 @@ from fastformer.checks import (
     require_floating,
     seed_tensor,
     shape_of,
+    wrong_shape,
 )
 from fastformer.description import Attention
 from fastformer.dispatch import backends
@@ -159,7 +160,8 @@ def scaled_dot_product_attention(
     """
     if (
         scale is bias is window is alibi_slopes is softcap is sinks is None
-        and dropout_seed is shard is None
+        and (dropout_seed is None or (type(dropout_seed) is Tensor and dropout_p > 0))
+        and shard is None
         and type(dropout_p) is float
         and 0.0 <= dropout_p <= 1.0
         and (is_causal is False or (is_causal is True and causal_alignment == "top_left"))
@@ -169,7 +171,10 @@ def scaled_dot_product_attention(
         and backends.runs_directly()
     ):
         given = query, key, value, attn_mask, is_causal, key_lengths
-        out = reference.usual_dropout(*given, dropout_p) if dropout_p else usual_call(*given)
+        if dropout_p:
+            out = reference.usual_dropout(*given, dropout_p, dropout_seed)
+        else:
+            out = usual_call(*given)
         if out is not None:
             return out
     three = False
@@ -285,15 +290,14 @@ def packed_attention(
     require_floating(query=query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
-            raise ValueError(f"{name} has shape {shape_of(x)}; expected [tokens, heads, D]")
+            raise wrong_shape(name, x, "[tokens, heads, D]")
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     scale, _ = require_attention(q, k, v, scale, True, lambda x: shape_of(x[0].transpose(0, 1)))
     require_offsets("cu_seqlens_q", cu_seqlens_q, "query", query, max_q)
     require_offsets("cu_seqlens_k", cu_seqlens_k, "key", key, max_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_k has shape {shape_of(cu_seqlens_k)}; "
-            f"expected that of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
+        raise wrong_shape(
+            "cu_seqlens_k", cu_seqlens_k, f"that of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
         )
     p = require_dropout("dropout_p", dropout_p)
     if shard is None:
@@ -463,12 +467,7 @@ def _described(
     scores: Scores,
     scale: float,
     band: tuple[bool, Sequence[int | None] | None, str],
-    attn_mask: Tensor | None,
-    bias: Tensor | None,
-    key_lengths: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    *others: Any,
 ) -> Attention:
     """Check all arguments but scale and lengths, and return the description of attention, with
     heads and without dropout.
@@ -476,6 +475,7 @@ def _described(
     `scaled_dot_product_attention` does the same inline, because that is faster.
     """
     is_causal, window, alignment = band
+    attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks = others
     attn_mask, bias = mask_and_bias(attn_mask, bias, query, scores, False)
     return Attention(
         attn_mask,
@@ -516,5 +516,5 @@ def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
             known = "three dimensions [B, S, D], as query" if three else "four [B, H, S, D]"
             if name == "query":
                 known = "four dimensions [B, H, S, D], or three [B, S, D]"
-            raise ValueError(f"{name} has shape {shape_of(x)}; expected {known}")
+            raise wrong_shape(name, x, f"{known}")
     return [x.unsqueeze(1) if three else x for x in tensors.values()]

@@ -12,6 +12,7 @@ from fastformer.description import Attention, beyond_torch, dims, unpack
 from fastformer.dispatch import backends, operation
 from fastformer.dispatch.operation import Alternative, Arguments, Operation
 from fastformer.ops.attention import contract, reference
+from fastformer.ops.attention.joint import joint_reference
 
 _aten = torch.ops.aten
 
@@ -87,26 +88,12 @@ def _signature(arguments: Arguments) -> Hashable | None:
     return causal, query.dtype, query.stride(), *sizes
 
 
-_TUNED = (
-    "attention forward",
-    "attention forward bounds",
-    "attention decode",
-    "attention decode bounds",
-    "attention split-KV",
-    "attention backward bounds",
-    "attention short backward",
-    "attention dkdv",
-    "attention dq",
-    "attention dbias",
-)
-
 backends.register(
     Operation(
         kernel="attention",
         contract=contract.scaled_dot_product_attention,
         reference=reference.scaled_dot_product_attention,
         sharding=_SHARDING,
-        tuned=_TUNED,
         alternatives={
             "torch (cuDNN)": Alternative(_forward_by(_cudnn)),
             "torch (flash)": Alternative(_forward_by(_flash)),
@@ -115,19 +102,14 @@ backends.register(
         signature=_signature,
         block=reference.attention_block,
         block_gradients=reference.attention_gradients,
+        joint=joint_reference,
     ),
     Operation(
-        kernel="attention",
-        contract=contract.packed_attention,
-        reference=reference.packed_attention,
-        sharding=_SHARDING,
-        tuned=_TUNED,
+        "attention",
+        contract.packed_attention,
+        reference.packed_attention,
+        _SHARDING,
+        joint=joint_reference,
     ),
-    Operation(
-        kernel="attention",
-        contract=contract.paged_attention,
-        reference=reference.paged_attention,
-        sharding=_SHARDING,
-        tuned=_TUNED,
-    ),
+    Operation("attention", contract.paged_attention, reference.paged_attention, _SHARDING),
 )

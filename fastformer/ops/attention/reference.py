@@ -110,9 +110,10 @@ def usual_dropout(
     is_causal: bool,
     key_lengths: Tensor | None,
     dropout_p: float,
+    dropout_seed: Tensor | None,
 ) -> Tensor | None:
-    """Compute a usual call with dropout and a new seed: tensors [B, H, S, D] of one dtype on a CPU,
-    with the default scale, causality from the top left, a boolean mask, and no other option.
+    """Compute a usual call with dropout: tensors [B, H, S, D] of one dtype on a CPU, with the
+    default scale, causality from the top left, a boolean mask, and no other option.
 
     Return None if the call may be another one, or wrong: this looks at little, so that a small call
     is fast. `scaled_dot_product_attention` computes the same.
@@ -129,7 +130,7 @@ def usual_dropout(
     if mask is not None and (mask.dtype is not torch.bool or not fits(mask, scores)):
         return None
     try:
-        seed = seed_tensor(None, p, query.device)
+        seed = seed_tensor(dropout_seed, p, query.device)
         attention = Attention(mask, p, is_causal, default_scale(None, dim), dropout_seed=seed)
         return attention_block(query, key, value, attention, False)
     except RuntimeError:  # no dense tensors

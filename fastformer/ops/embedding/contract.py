@@ -16,7 +16,7 @@ from fastformer.checks import (
     require_number,
     require_token,
     seed_tensor,
-    shape_of,
+    wrong_shape,
 )
 from fastformer.dispatch import backends, operation
 from fastformer.dispatch.operation import Arguments, Operation
@@ -64,7 +64,7 @@ def embed(
     """
     require_floating(weight=weight)
     if weight.dim() != 2 or 0 in weight.shape:
-        raise ValueError(f"weight has shape {shape_of(weight)}; expected [V, N]")
+        raise wrong_shape("weight", weight, "[V, N]")
     require_ids("tokens", tokens, weight)
     if tokens.dim() < 1:
         raise ValueError("tokens is a scalar; expected [..., S]")
@@ -79,9 +79,7 @@ def embed(
                 f"expected the dtype of weight, {weight.dtype}, or float32"
             )
         if positional.dim() != 2 or positional.shape[1] != width:
-            raise ValueError(
-                f"positional has shape {shape_of(positional)}; expected [positions, {width}]"
-            )
+            raise wrong_shape("positional", positional, f"[positions, {width}]")
         if tokens.shape[-1] > positional.shape[0]:
             raise ValueError(
                 f"tokens has {tokens.shape[-1]} positions; "
@@ -126,12 +124,4 @@ _SHARDING = operation.ShardingRule(
 )
 
 
-backends.register(
-    Operation(
-        kernel="embedding",
-        contract=embed,
-        reference=reference.embed,
-        sharding=_SHARDING,
-        tuned=("embed forward", "embed backward"),
-    )
-)
+backends.register(Operation("embedding", embed, reference.embed, _SHARDING))

@@ -14,6 +14,7 @@ from fastformer.checks import (
     require_floating,
     seed_tensor,
     shape_of,
+    wrong_shape,
 )
 from fastformer.description import RowShard
 from fastformer.dispatch import backends, operation
@@ -65,14 +66,15 @@ def feed_forward(
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; GELU: Hendrycks and
     Gimpel 2016; SiLU: Elfwing et al. 2017.
     """
-    usual = type(dropout_p) is float and 0.0 <= dropout_p <= 1.0 and dropout_seed is shard is None
-    if usual and backends.runs_directly():
+    usual = type(dropout_p) is float and 0.0 <= dropout_p <= 1.0 and shard is None
+    drawn = dropout_seed is None or type(dropout_seed) is Tensor
+    if usual and drawn and backends.runs_directly():
         p = require_dropout("dropout_p", dropout_p)
-        out = usual_feed_forward(input, w_1, b_1, w_2, b_2, activation, p)
+        out = usual_feed_forward(input, (w_1, b_1, w_2, b_2), activation, p, dropout_seed)
         if out is not None:
             return out
     input, w_1, b_1, w_2, b_2 = autocast(input, w_1, b_1, w_2, b_2)
-    _require_layers(("w_1", "b_1", "d_ff"), input, w_1, b_1, w_2, b_2, 1)
+    _require_layers(1, input=input, w_1=w_1, b_1=b_1, w_2=w_2, b_2=b_2)
     require_choice("activation", activation, ACTIVATIONS)
     p = require_dropout("dropout_p", dropout_p)
     return backends.run(
@@ -121,7 +123,7 @@ def geglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return backends.run("geglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard))
+    return _gated("geglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, shard)
 
 
 def swiglu(
@@ -150,7 +152,7 @@ def swiglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return backends.run("swiglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard))
+    return _gated("swiglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, shard)
 
 
 def gated_activation(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
@@ -176,69 +178,52 @@ def gated_activation(gate: Tensor, value: Tensor, activation: str = "silu") -> T
     gate, value = autocast(gate, value)
     require_floating(gate=gate, value=value)
     if gate.dim() < 1 or gate.shape != value.shape:
-        raise ValueError(
-            f"value has shape {shape_of(value)}; expected [..., d_ff] as gate {shape_of(gate)}"
-        )
+        raise wrong_shape("value", value, f"[..., d_ff] as gate {shape_of(gate)}")
     require_choice("activation", activation, ACTIVATIONS)
     return backends.run("gated_activation", gate=gate, value=value, activation=activation)
 
 
 def _gated(
-    input: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    w_2: Tensor,
-    b_2: Tensor | None,
+    op: str,
+    given: tuple[Tensor | None, ...],
     dropout_p: float,
     dropout_seed: int | Tensor | None,
     shard: Sequence[int] | None,
-) -> dict[str, Any]:
-    """Check the arguments of a gated feed-forward layer, and return them by name."""
-    input, w, b, w_2, b_2 = autocast(input, w, b, w_2, b_2)
-    _require_layers(("w", "b", "2 d_ff"), input, w, b, w_2, b_2, 2)
-    p = require_dropout("dropout_p", dropout_p)
+) -> Tensor:
+    """Check the arguments of a gated feed-forward layer, and run it."""
+    tensors: dict[str, Any] = dict(zip(("input", "w", "b", "w_2", "b_2"), autocast(*given)))
+    _require_layers(2, **tensors)
+    input, p = tensors["input"], require_dropout("dropout_p", dropout_p)
     seed = seed_tensor(dropout_seed, p, input.device)
     if shard is not None:
-        shard = _hidden_shard(shard, input, w_2.shape[1], p)
-    tensors = dict(input=input, w=w, b=b, w_2=w_2, b_2=b_2)
-    return dict(**tensors, dropout_p=p, dropout_seed=seed, shard=shard)
+        shard = _hidden_shard(shard, input, tensors["w_2"].shape[1], p)
+    return backends.run(op, **tensors, dropout_p=p, dropout_seed=seed, shard=shard)
 
 
 def _hidden_shard(shard: Sequence[int], x: Tensor, columns: int, p: float) -> RowShard | None:
     return row_shard(shard, x.shape[:-1].numel(), columns, p, (16, 16))
 
 
-def _require_layers(
-    names: tuple[str, str, str],
-    input: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    w_2: Tensor,
-    b_2: Tensor | None,
-    halves: int,
-) -> None:
-    """Check two linear layers; the output of the first is `halves` hidden vectors, concatenated."""
-    w_name, b_name, rows = names
-    tensors = {"input": input, w_name: w, b_name: b, "w_2": w_2, "b_2": b_2}
+def _require_layers(halves: int, **tensors: Any) -> None:
+    """Check the input and two linear layers, with the names that the caller gave them; the output
+    of the first is `halves` hidden vectors, concatenated.
+    """
+    _, w_name, b_name, *_ = tensors
+    input, w, b, w_2, b_2 = tensors.values()
+    rows = "d_ff" if halves == 1 else f"{halves} d_ff"
     require_floating((b_name, "b_2"), **tensors)
     if input.dim() < 1:
         raise ValueError("input is a scalar; expected [..., d]")
     if w.dim() != 2 or w.shape[1] != input.shape[-1] or w.shape[0] % halves:
-        raise ValueError(
-            f"{w_name} has shape {shape_of(w)}; "
-            f"expected [{rows}, d] with d = {input.shape[-1]}, as input {shape_of(input)}"
+        raise wrong_shape(
+            w_name, w, f"[{rows}, d] with d = {input.shape[-1]}, as input {shape_of(input)}"
         )
     width = w.shape[0] // halves
     if w_2.dim() != 2 or w_2.shape[1] != width:
-        raise ValueError(
-            f"w_2 has shape {shape_of(w_2)}; expected [d_out, d_ff] with d_ff = {width}"
-        )
+        raise wrong_shape("w_2", w_2, f"[d_out, d_ff] with d_ff = {width}")
     for name, bias, like, weight in ((b_name, b, w_name, w), ("b_2", b_2, "w_2", w_2)):
         if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{name} has shape {shape_of(bias)}; "
-                f"expected [{weight.shape[0]}], the rows of {like}"
-            )
+            raise wrong_shape(name, bias, f"[{weight.shape[0]}], the rows of {like}")
 
 
 # ----------------------------------------------------------------------- the record of the dispatch
@@ -256,28 +241,7 @@ _SHARDING = operation.ShardingRule(
 )
 
 
-backends.register(
-    Operation(
-        kernel="feed_forward",
-        contract=feed_forward,
-        reference=reference.feed_forward,
-        sharding=_SHARDING,
-        tuned=("feed_forward first", "feed_forward activated", "feed_forward hidden_backward"),
-    )
-)
-for _contract, _reference in (
-    (geglu, reference.geglu),
-    (swiglu, reference.swiglu),
-):
-    backends.register(
-        Operation(
-            kernel="feed_forward",
-            contract=_contract,
-            reference=_reference,
-            sharding=_SHARDING._replace(halves=("w", "b")),
-            tuned=("feed_forward gated", "feed_forward gated_backward"),
-        )
-    )
+_GATED = _SHARDING._replace(halves=("w", "b"))
 
 
 def _gate_dims(arguments: Arguments) -> dict[str, str]:
@@ -285,14 +249,12 @@ def _gate_dims(arguments: Arguments) -> dict[str, str]:
     return {"gate": dims, "value": dims}
 
 
-backends.register(
-    Operation(
-        kernel="feed_forward",
-        contract=gated_activation,
-        reference=reference.gated_activation,
-        sharding=operation.ShardingRule(
-            _gate_dims, lambda x: (x["gate"],), "f" + operation.ROW_DIMS
-        ),
-        tuned=("feed_forward gated", "feed_forward gated_backward"),
-    )
-)
+_ELEMENTWISE = operation.ShardingRule(_gate_dims, lambda x: (x["gate"],), "f" + operation.ROW_DIMS)
+for _contract, _sharding in (
+    (feed_forward, _SHARDING),
+    (geglu, _GATED),
+    (swiglu, _GATED),
+    (gated_activation, _ELEMENTWISE),
+):
+    _reference = getattr(reference, _contract.__name__)
+    backends.register(Operation("feed_forward", _contract, _reference, _sharding))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,14 +62,12 @@ _PARAMETERS = frozenset({Tensor, Parameter})
 
 def usual_feed_forward(
     input: Tensor,
-    w_1: Tensor,
-    b_1: Tensor | None,
-    w_2: Tensor,
-    b_2: Tensor | None,
+    parameters: tuple[Any, ...],
     activation: str,
     dropout_p: float,
+    dropout_seed: Any,
 ) -> Tensor | None:
-    """Compute a usual call with a new seed: tensors of one dtype on a CPU, both biases given.
+    """Compute a usual call: tensors of one dtype on a CPU, both biases given.
 
     Return None if the call may be another one, or wrong: this looks at little, so that a small call
     is fast. `feed_forward` computes the same.
@@ -76,11 +75,12 @@ def usual_feed_forward(
     if type(input) is not Tensor or not input.is_cpu or input.dtype not in _DTYPES:
         return None
     dtype, known = input.dtype, type(activation) is str and activation in ACTIVATIONS
-    if not known or b_1 is None or b_2 is None:
+    if not known:
         return None
-    for x in (w_1, b_1, w_2, b_2):
+    for x in parameters:
         if type(x) not in _PARAMETERS or x.dtype is not dtype or not x.is_cpu:
             return None
+    w_1, b_1, w_2, b_2 = parameters
     if w_1.dim() != 2 or w_2.dim() != 2:
         return None
     if b_1.shape != w_1.shape[:1] or b_2.shape != w_2.shape[:1]:
@@ -88,8 +88,8 @@ def usual_feed_forward(
     if input.shape[-1:] != w_1.shape[1:] or w_2.shape[1:] != b_1.shape:
         return None
     try:
-        seed = seed_tensor(None, dropout_p, input.device)
-        given = input, w_1, b_1, w_2, b_2, activation, dropout_p
+        seed = seed_tensor(dropout_seed, dropout_p, input.device)
+        given: Any = input, *parameters, activation, dropout_p
         return feed_forward(*given, dropout_seed=seed)
     except RuntimeError:  # a wrong shape, or no dense tensors
         return None

@@ -15,30 +15,20 @@ from fastformer.checks import (
     require_device,
     require_floating,
     require_int,
-    require_number,
+    require_not_negative,
     require_probability,
     require_tensor,
+    require_values,
     shape_of,
+    wrong_shape,
 )
 from fastformer.dispatch import backends, operation
 from fastformer.eager import may_read
 from fastformer.ops.loss import reference
 from fastformer.ops.loss.reference import usual_cross_entropy
 
-__all__ = ["cross_entropy", "linear_cross_entropy"]
-
 REDUCTIONS = ("mean", "sum", "none")
 SMOOTHINGS = ("uniform", "kl")
-
-
-def _is_ambiguous(logits: Tensor) -> bool:
-    """Return whether the classes could also be the second dimension, where torch expects them.
-
-    Return False in an export: the comparison would restrict the sizes that the program accepts.
-    """
-    if torch.compiler.is_exporting():
-        return False
-    return logits.shape[1:-1] == logits.shape[2:] and logits.shape[-1] > 1
 
 
 def cross_entropy(
@@ -105,17 +95,16 @@ def cross_entropy(
     require_floating(logits=logits)
     if logits.dim() < 1:
         raise ValueError("logits is a scalar; expected [..., V]")
-    if logits.dim() > 2 and _is_ambiguous(logits):
+    # In an export, the comparison would restrict the sizes that the program accepts.
+    compares = logits.dim() > 2 and not torch.compiler.is_exporting()
+    if compares and logits.shape[1:-1] == logits.shape[2:] and logits.shape[-1] > 1:
         raise ValueError(
             f"logits has shape {shape_of(logits)}, which could be torch's [N, C, ...] as well; "
             "expected logits.flatten(0, -2) and target.flatten(), the classes in the last dimension"
         )
-    rows, classes = ("logits", logits), logits.shape[-1]
-    options, constant = _loss_options(
-        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing, weight, z_loss
-    )
-    loss = backends.run("cross_entropy", logits=logits, target=target, **options)
-    loss = _plus(loss, constant)
+    labels = reduction, ignore_index, label_smoothing, smoothing
+    given = dict(logits=logits, target=target)
+    loss = _loss("cross_entropy", given, logits.shape[-1], labels, weight, z_loss)
     return loss if autocast_dtype(logits) else loss.to(logits.dtype)
 
 
@@ -170,52 +159,33 @@ def linear_cross_entropy(
         )
     classes = linear_weight.shape[0]
     if linear_bias is not None and linear_bias.shape != (classes,):
-        raise ValueError(
-            f"linear_bias has shape {shape_of(linear_bias)}; expected [V] = [{classes}]"
-        )
-    rows = "input", input
-    options, constant = _loss_options(
-        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing, weight, z_loss
-    )
-    loss = backends.run(
-        "linear_cross_entropy",
-        input=input,
-        linear_weight=linear_weight,
-        target=target,
-        linear_bias=linear_bias,
-        **options,
-    )
-    return _plus(loss, constant)
+        raise wrong_shape("linear_bias", linear_bias, f"[V] = [{classes}]")
+    labels = reduction, ignore_index, label_smoothing, smoothing
+    given = dict(input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
+    return _loss("linear_cross_entropy", given, classes, labels, weight, z_loss)
 
 
-def _plus(loss: Tensor, constant: Tensor | None) -> Tensor:
-    if constant is None:
-        return loss
-    return loss + backends.replicated_like(constant, loss).to(loss.dtype)
-
-
-def _loss_options(
-    target: Tensor,
-    rows: tuple[str, Tensor],
+def _loss(
+    op: str,
+    given: dict[str, Any],
     classes: int,
-    reduction: str,
-    ignore_index: int | None,
-    label_smoothing: float,
-    smoothing: str,
+    labels: tuple[str, int | None, float, str],
     weight: Tensor | None,
     z_loss: float,
-) -> tuple[dict[str, Any], Tensor | None]:
-    """Check the arguments that both losses have.
+) -> Tensor:
+    """Check the arguments that both losses have, and run the op.
 
-    Return the options of the op by name, in order, and what is to be added to its result, or None.
+    given: the tensors by name, the logits or the input first. labels: reduction, ignore_index,
+    label_smoothing and smoothing.
     """
+    (name, x), target = next(iter(given.items())), given["target"]
+    reduction, ignore_index, label_smoothing, smoothing = labels
     require_tensor("target", target, "an int64 tensor")
     if target.dtype != torch.int64:
         raise TypeError(
             f"target has dtype {target.dtype}; expected torch.int64, the class of each row "
             "(torch.nn.functional.cross_entropy takes class probabilities)"
         )
-    name, x = rows
     if target.shape != x.shape[:-1]:
         raise ValueError(
             f"target has shape {shape_of(target)}; "
@@ -237,10 +207,7 @@ def _loss_options(
         )
     if may_read(target):
         kept = target if every else target.where(target != ignored, 0)  # 0 is a class
-        low, high = map(int, kept.aminmax()) if kept.numel() else (0, 0)
-        if low < 0 or high >= classes:
-            bad = low if low < 0 else high
-            raise ValueError(f"target holds {bad}; expected classes from 0 to {classes - 1}")
+        require_values("target", kept, classes - 1, f"classes from 0 to {classes - 1}")
     options: dict[str, Any] = dict(
         reduction=reduction, ignore_index=ignored, label_smoothing=e, smoothing=smoothing
     )
@@ -251,19 +218,19 @@ def _loss_options(
         constant = _negative_entropy(target, ignored, reduction, (1 - e, off, classes), weight)
     if weight is not None:
         options["weight"] = _require_weight(weight, classes, name, x)
-    z_loss = require_number("z_loss", z_loss, "a number that is not negative")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss is {z_loss}; expected a finite number that is not negative")
-    if z_loss:
-        options["z_loss"] = z_loss
-    return options, constant
+    if z := require_not_negative("z_loss", z_loss):
+        options["z_loss"] = z
+    loss = backends.run(op, **given, **options)
+    if constant is None:
+        return loss
+    return loss + backends.replicated_like(constant, loss).to(loss.dtype)
 
 
 def _require_weight(weight: Tensor, classes: int, name: str, x: Tensor) -> Tensor:
     """Require the weights [V] of the classes, and return them without a gradient."""
     require_floating(weight=weight)
     if weight.shape != (classes,):
-        raise ValueError(f"weight has shape {shape_of(weight)}; expected [V] = [{classes}]")
+        raise wrong_shape("weight", weight, f"[V] = [{classes}]")
     require_device("weight", weight, name, x)
     return weight.detach()
 
@@ -307,23 +274,18 @@ _SHARDING = operation.ShardingRule(
 )
 
 
-backends.register(
-    operation.Operation(
-        kernel="cross_entropy",
-        contract=cross_entropy,
-        reference=reference.cross_entropy,
-        sharding=_SHARDING,
-        without_kernel=("weight", "z_loss"),
-        tuned=("cross_entropy loss", "cross_entropy gradient"),
-    )
+_OF_LOGITS = operation.Operation(
+    "cross_entropy",
+    cross_entropy,
+    reference.cross_entropy,
+    _SHARDING,
+    without_kernel=("weight", "z_loss"),
 )
 backends.register(
-    operation.Operation(
-        kernel="cross_entropy",
+    _OF_LOGITS,
+    _OF_LOGITS._replace(
         contract=linear_cross_entropy,
         reference=reference.linear_cross_entropy,
         sharding=_SHARDING._replace(gathers={"v": ("input", "target")}),
-        without_kernel=("weight", "z_loss"),
-        tuned=("linear_cross_entropy chunk", "cross_entropy loss", "cross_entropy gradient"),
-    )
+    ),
 )

@@ -21,6 +21,7 @@ from fastformer.checks import (
     require_tensor,
     seed_tensor,
     shape_of,
+    wrong_shape,
 )
 from fastformer.description import RowShard
 from fastformer.dispatch import backends, operation
@@ -157,13 +158,14 @@ def dropout_add_layer_norm(
     """
     if (
         unbiased is False
-        and dropout_seed is shard is None
+        and (dropout_seed is None or type(dropout_seed) is Tensor)
+        and shard is None
         and type(dropout_p) is type(eps) is float
         and 0.0 <= dropout_p <= 1.0
         and backends.runs_directly()
     ):
         p = require_dropout("dropout_p", dropout_p)
-        found = usual_sum_and_layer_norm(input, residual, weight, bias, p, eps)
+        found = usual_sum_and_layer_norm(input, residual, weight, bias, p, eps, dropout_seed)
         if found is not None:
             return found
     input, residual, shape = _require_sum(input, residual, weight, bias)
@@ -255,9 +257,7 @@ def _require_sum(
     require_tensor("weight", weight)
     shape = _require_rows(input, weight.shape, weight, bias)
     if residual.shape != input.shape:
-        raise ValueError(
-            f"residual has shape {shape_of(residual)}; expected that of input, {shape_of(input)}"
-        )
+        raise wrong_shape("residual", residual, f"that of input, {shape_of(input)}")
     return input, residual, shape
 
 
@@ -273,9 +273,7 @@ def _require_rows(
         kind = type(normalized_shape).__name__
         raise TypeError(f"normalized_shape is a {kind}; expected an int or a sequence of ints")
     if not shape or list(input.shape[-len(shape) :]) != shape:
-        raise ValueError(
-            f"input has shape {shape_of(input)}; expected it to end with normalized_shape {shape}"
-        )
+        raise wrong_shape("input", input, f"it to end with normalized_shape {shape}")
     for name, x in (("weight", weight), ("bias", bias)):
         if x is None:
             continue
@@ -285,7 +283,7 @@ def _require_rows(
                 f"{name} has dtype {x.dtype}; expected the input's {input.dtype}, or float32"
             )
         if list(x.shape) != shape:
-            raise ValueError(f"{name} has shape {shape_of(x)}; expected normalized_shape {shape}")
+            raise wrong_shape(name, x, f"normalized_shape {shape}")
         require_device(name, x, "input", input)
     return shape
 
@@ -380,7 +378,6 @@ _OF_LAYER_NORM = Operation(
     contract=layer_norm,
     reference=reference.layer_norm,
     sharding=_SHARDING,
-    tuned=("layer_norm forward", "layer_norm backward"),
     alternatives={
         "torch (layer_norm)": Alternative(_layer_norm),
         "torch (layer_norm, backward)": Alternative(_layer_norm, _layer_norm_backward),

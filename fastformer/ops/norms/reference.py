@@ -125,8 +125,9 @@ def usual_sum_and_layer_norm(
     bias: Tensor | None,
     dropout_p: float,
     eps: float,
+    dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute `dropout_add_layer_norm` with a new seed, as `usual_layer_norm` does."""
+    """Compute `dropout_add_layer_norm` as `usual_layer_norm` does."""
     if not (type(residual) is Tensor and _is_usual(input, weight, bias, eps)):
         return None
     if weight is None or not residual.is_cpu or residual.dtype is not input.dtype:
@@ -140,7 +141,7 @@ def usual_sum_and_layer_norm(
         or (bias is not None and bias.shape != shape)
     ):
         return None
-    seed = seed_tensor(None, dropout_p, input.device)
+    seed = seed_tensor(dropout_seed, dropout_p, input.device)
     total = _dropout_add(input, residual, shape, dropout_p, seed, None)
     return torch.layer_norm(total, shape, weight, bias, eps), total
 

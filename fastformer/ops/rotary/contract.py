@@ -15,6 +15,7 @@ from fastformer.checks import (
     require_floating,
     require_tensor,
     shape_of,
+    wrong_shape,
 )
 from fastformer.dispatch import backends, operation
 from fastformer.dispatch.operation import Arguments, Operation
@@ -76,14 +77,12 @@ def rotary_embedding(
     for name, x in (("cos", cos), ("sin", sin)):
         _require_table(name, x, query)
     if cos.shape != sin.shape:
-        raise ValueError(f"sin has shape {shape_of(sin)}; expected that of cos, {shape_of(cos)}")
+        raise wrong_shape("sin", sin, f"that of cos, {shape_of(cos)}")
     for name, weight in (("query_norm", query_norm), ("key_norm", key_norm)):
         if weight is not None:
             _require_like(name, weight, query)
             if weight.shape != query.shape[-1:]:
-                raise ValueError(
-                    f"{name} has shape {shape_of(weight)}; expected [D] = [{query.shape[-1]}]"
-                )
+                raise wrong_shape(name, weight, f"[D] = [{query.shape[-1]}]")
     return backends.run(
         "rotary_embedding",
         query=query,
@@ -100,9 +99,8 @@ def rotary_embedding(
 def _require_heads(query: Tensor, key: Tensor) -> None:
     """Require [B, H, S, D] and [B, G, S, D], or [T, H, D] and [T, G, D]."""
     if query.dim() not in (3, 4) or query.shape[-1] == 0:
-        raise ValueError(
-            f"query has shape {shape_of(query)}; expected [B, H, S, D], or [T, H, D] of a packed "
-            "batch, with D of 1 or more"
+        raise wrong_shape(
+            "query", query, "[B, H, S, D], or [T, H, D] of a packed batch, with D of 1 or more"
         )
     heads = 1  # of [B, H, S, D] and of [T, H, D]
     fits = key.dim() == query.dim()
@@ -110,9 +108,8 @@ def _require_heads(query: Tensor, key: Tensor) -> None:
         n != m for i, (n, m) in enumerate(zip(key.shape, query.shape)) if i != heads
     ):
         expected = "[B, G, S, D]" if query.dim() == 4 else "[T, G, D]"
-        raise ValueError(
-            f"key has shape {shape_of(key)}; expected {expected} with the sizes of query, "
-            f"{shape_of(query)}, but for the heads"
+        raise wrong_shape(
+            "key", key, f"{expected} with the sizes of query, {shape_of(query)}, but for the heads"
         )
 
 
@@ -129,10 +126,7 @@ def _require_table(name: str, x: Tensor, query: Tensor) -> None:
         if not packed:
             expected = f"[S, R] = [{length}, R] or [B, S, R] = [{query.shape[0]}, {length}, R]"
             layout = "[B, H, S, D]"
-        raise ValueError(
-            f"{name} has shape {shape_of(x)}; expected {expected}, as query {layout} is "
-            f"{shape_of(query)}"
-        )
+        raise wrong_shape(name, x, f"{expected}, as query {layout} is {shape_of(query)}")
     if x.shape[-1] % 2 or not 2 <= x.shape[-1] <= dim:
         raise ValueError(
             f"{name} has shape {shape_of(x)}, with R = {x.shape[-1]} columns; expected an even "
@@ -171,11 +165,10 @@ def _unsaved(arguments: dict[str, Any]) -> tuple[str, ...]:
 
 backends.register(
     Operation(
-        kernel="rotary",
-        contract=rotary_embedding,
-        reference=reference.rotary_embedding,
-        sharding=_SHARDING,
-        tuned=("rotary forward", "rotary backward"),
+        "rotary",
+        rotary_embedding,
+        reference.rotary_embedding,
+        _SHARDING,
         reference_backward=reference.rotary_embedding_backward,
         unsaved=_unsaved,
     )

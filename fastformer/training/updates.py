@@ -1,0 +1,230 @@
+"""The updates of `run_epoch`: how batches change the parameters, step by step or as CUDA graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fastformer.cuda_graphs import captured
+from fastformer.eager import may_read
+from fastformer.nn.padding import Packing
+from fastformer.training.batches import Batch
+
+MOST_GRAPHS = 16  # of an epoch: each keeps memory of its own for activations and gradients
+PARTS = "src", "src_mask", "tgt", "tgt_mask", "tgt_y", "ntokens"  # of a batch
+
+
+def _inputs(batch: Batch) -> tuple[Tensor | Packing | None, ...]:
+    """Return the arguments of the model; a batch without a source is for a language model."""
+    if batch.src is None:
+        return batch.tgt, batch.tgt_mask
+    return batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
+
+
+def _shares(group: list[Batch]) -> list[Tensor | None]:
+    """Return the share that each batch has of the group's tokens; None for a batch alone."""
+    if len(group) == 1:
+        return [None]
+    counts = [batch.ntokens for batch in group if batch.ntokens is not None]
+    total = sum(counts, torch.zeros_like(counts[0])).clamp(min=1)
+    return [count / total for count in counts]
+
+
+class Updates(NamedTuple):
+    """How batches are run, and how their gradients change the parameters: see `run_epoch`."""
+
+    model: nn.Module
+    loss_compute: Callable[[Tensor, Tensor, Tensor], Tensor]
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
+    max_grad_norm: float | None
+    autocast: torch.dtype | None
+    scaler: torch.amp.GradScaler | None
+
+    def losses(self, group: list[Batch]) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield the batches of an update and their losses; the last one after the update."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        for i, (batch, share) in enumerate(zip(group, _shares(group)), 1):
+            last = i == len(group)
+            with nullcontext() if last else self._without_exchange():
+                loss = self._loss(batch)
+                if self.optimizer is not None:
+                    scaled = loss if share is None else loss * share
+                    (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            if last and self.optimizer is not None:
+                self._step(self.optimizer)
+            yield batch, loss.detach()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        assert batch.tgt is not None and batch.tgt_y is not None and batch.ntokens is not None
+        kind = batch.tgt.device.type
+        with nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast):
+            return self.loss_compute(self.model(*_inputs(batch)), batch.tgt_y, batch.ntokens)
+
+    def _without_exchange(self) -> AbstractContextManager[None]:
+        """Return DistributedDataParallel's `no_sync`, so that only the last batch exchanges."""
+        no_sync = getattr(self.model, "no_sync", None)
+        return no_sync() if callable(no_sync) else nullcontext()
+
+    def _step(self, optimizer: Optimizer) -> None:
+        """Run a step of the optimizer and one of the scheduler, with the gradients as they are."""
+        if self.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(_parameters(optimizer), self.max_grad_norm)
+        skipped = False
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            scale = self.scaler.get_scale()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            skipped = self.scaler.get_scale() < scale  # the gradients were not finite
+        if self.scheduler is not None and not skipped:
+            self.scheduler.step()
+
+
+class GraphedUpdates:
+    """Updates that are captured in CUDA graphs: see `cuda_graph` of `run_epoch`.
+
+    The first update of each shape runs as it is: it compiles the kernels and makes the state of the
+    optimizer. The second one is captured, and it and the later ones are replays of the graph. A
+    replay draws new dropout seeds, because a graph advances the generator of its device.
+    """
+
+    def __init__(self, updates: Updates) -> None:
+        self.updates = updates
+        self._on_device = updates._replace(scheduler=None)  # the host computes the learning rate
+        self._graphs: dict[object, _UpdateGraph | None] = {}  # None until the second update
+        self._refused = _obstacle(updates.optimizer)
+
+    def losses(self, group: list[Batch]) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield the batches of an update and their losses, after the update."""
+        graph = self._graph(group)
+        if graph is None:
+            yield from self.updates.losses(group)
+            return
+        losses = graph.replay(group)
+        if self.updates.scheduler is not None:
+            self.updates.scheduler.step()
+        yield from zip(group, losses)
+
+    def _graph(self, group: list[Batch]) -> _UpdateGraph | None:
+        """Return the graph of the group's shapes, or None if its update is not to be replayed."""
+        if self._refused is None:
+            self._refused = _batch_obstacle(group)
+        if self._refused is not None:
+            if self._refused:
+                warnings.warn(f"the steps run without a CUDA graph: {self._refused}", stacklevel=2)
+                self._refused = ""  # one warning is enough
+            return None
+        if not self._graphs:
+            _make_capturable(self.updates.optimizer)
+        key = self._key(group)
+        if key not in self._graphs:
+            if len(self._graphs) < MOST_GRAPHS:
+                self._graphs[key] = None
+            return None
+        graph = self._graphs[key]
+        if graph is None:
+            try:
+                graph = self._graphs[key] = _UpdateGraph(self._on_device, group)
+            except RuntimeError as error:
+                self._refused = str(error)
+                return self._graph(group)
+        return graph
+
+    def _key(self, group: list[Batch]) -> object:
+        """Return what an update depends on, but the contents of tensors and the learning rate."""
+        tensors = [(x.shape, x.dtype, x.device) for batch in group for x in _tensors(batch)]
+        assert self.updates.optimizer is not None
+        numbers = [
+            (name, id(x) if isinstance(x, Tensor) else x)
+            for options in self.updates.optimizer.param_groups
+            for name, x in options.items()
+            if name not in ("params", "lr")
+        ]
+        return len(group), tuple(tensors), repr(numbers), getattr(self.updates.model, "training", 0)
+
+
+class _UpdateGraph:
+    """The CUDA graph of an update, with the tensors that it reads and writes."""
+
+    def __init__(self, updates: Updates, group: list[Batch]) -> None:
+        self._group = [_copy(batch) for batch in group]
+        self._parameters = _parameters(updates.optimizer)
+
+        def update() -> list[Tensor]:
+            return [loss for _, loss in updates.losses(self._group)]
+
+        self._replay, self._losses = captured(update)
+        self._grads = [p.grad for p in self._parameters]
+
+    def replay(self, group: list[Batch]) -> list[Tensor]:
+        """Run the update on the batches; return their losses, which the next replay overwrites."""
+        for own, batch in zip(self._group, group):
+            for x, given in zip(_tensors(own), _tensors(batch)):
+                x.copy_(given, non_blocking=True)
+        self._replay()
+        for p, grad in zip(self._parameters, self._grads):
+            p.grad = grad  # another update has replaced it
+        return self._losses
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    parts = (getattr(batch, name, None) for name in PARTS)
+    return [x for x in parts if isinstance(x, Tensor)]
+
+
+def _copy(batch: Batch) -> Any:
+    """Return a batch of copies of the tensors."""
+    parts = {name: getattr(batch, name, None) for name in PARTS}
+    return SimpleNamespace(**{k: x if x is None else x.clone() for k, x in parts.items()})
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [p for options in optimizer.param_groups for p in options["params"]]
+
+
+def _obstacle(optimizer: Any) -> str | None:
+    """Return why no update can be captured, or None."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "processes exchange gradients"
+    if not all("capturable" in options for options in getattr(optimizer, "param_groups", [{}])):
+        return f"{type(optimizer).__name__} has no option `capturable`"
+    if len({p.device for p in _parameters(optimizer)}) > 1:
+        return "the parameters are on several devices"
+    return None
+
+
+def _batch_obstacle(group: list[Batch]) -> str | None:
+    """Return why the update of these batches cannot be captured, or None."""
+    for batch in group:
+        if isinstance(batch.tgt_mask, Packing):
+            return "the host reads the lengths of packed batches"
+        for x in _tensors(batch):
+            if x.device.type != "cuda":
+                return f"a batch is on {x.device}"
+            if may_read(x):
+                return "FASTFORMER_CHECK=1 reads values on the host"
+    return None
+
+
+def _make_capturable(optimizer: Any) -> None:
+    """Let the device count the steps of the optimizer and hold its learning rate."""
+    parameters = _parameters(optimizer)
+    for options in optimizer.param_groups:
+        options["capturable"] = True
+        options["lr"] = torch.as_tensor(options["lr"]).to(parameters[0].device)
+    for p in parameters:
+        if "step" in optimizer.state.get(p, {}):
+            optimizer.state[p]["step"] = optimizer.state[p]["step"].to(p.device)

@@ -1,0 +1,298 @@
+"""Attention to parts of one projection: the gradients of query, key and value are one tensor."""
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fastformer as ff
+from fastformer import use_backend
+from fastformer.dispatch import backends
+from fastformer.nn.attention import MultiHeadedAttention
+
+B, S, D, H = 2, 9, 32, 4
+# By name: how the module is made, what it attends to, and the options of its call.
+CASES = {
+    "self": ({}, "x", {}),
+    "grouped, sinks, causal": (dict(kv_heads=2, sinks=True), "x", dict(is_causal=True)),
+    "one group, dropout": (dict(kv_heads=1, dropout=0.3), "x", {}),
+    "bias": ({}, "x", dict(bias=(H, S, S))),
+    "memory": ({}, "y", {}),
+    "grouped memory": (dict(kv_heads=2, dropout=0.3), "y", {}),
+    "rotary": (dict(kv_heads=2), "x", dict(rotary=True)),
+    "rotary and norms": (dict(qk_norm=True), "x", dict(rotary=True, is_causal=True)),
+    "packed": (dict(kv_heads=2, sinks=True), "packed", dict(is_causal=True)),
+    "packed, rotary and norms": (dict(qk_norm=True), "packed", dict(rotary=True)),
+    "torch": ("torch", "x", {}),
+    "torch, memory": ("torch", "y", {}),
+    "torch, sequences first": ("torch first", "x", {}),
+    "torch, no batch": ("torch", "one", {}),
+}
+
+
+def made(name, device, dtype=torch.float64):
+    """(call, leaves): call() computes the output of a case."""
+    torch.manual_seed(3)
+    options, to, given = CASES[name]
+    first = options == "torch first"
+    if isinstance(options, str):
+        module = nn.MultiheadAttention(D, H, batch_first=not first)
+        ff.accelerate(module)
+    else:
+        module = MultiHeadedAttention(H, D, **{"dropout": 0.0, **options})
+    module = module.to(device, dtype)
+    for p in module.parameters():
+        p.data.add_(torch.randn_like(p) / 10)
+    lengths = torch.tensor([5, 1, 0, S], device=device)
+    shape = (15, D) if to == "packed" else (S, D) if to == "one" else (B, S, D)
+    x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    y = torch.randn(B, S + 3, D, device=device, dtype=dtype, requires_grad=True)
+    leaves, given = [x, *module.parameters()], dict(given)
+    y = y if to == "y" else x
+    leaves += [y] if to == "y" else []
+    if "bias" in given:
+        given["bias"] = torch.randn(given["bias"], device=device, dtype=dtype, requires_grad=True)
+        leaves.append(given["bias"])
+    if to == "packed":
+        given["mask"] = ff.unpad(torch.zeros(4, S, 1, device=device), lengths)[1]
+    if "rotary" in given:
+        tables = ff.rotary_frequencies(D // H, len(x) if to == "packed" else S, device=device)
+        given["rotary"] = tuple(t.to(dtype) for t in tables)
+    if isinstance(options, str):
+        return lambda: module(x, y, y, need_weights=False)[0], leaves
+    return lambda: module(x, y, y, **given), leaves
+
+
+def results(call, leaves, seed=5):
+    torch.manual_seed(seed)
+    out = call()
+    return [out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)]
+
+
+def names(out):
+    """The names of all nodes of a graph."""
+    found, todo = set(), [out.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [x for x, _ in node.next_functions]
+    return collections.Counter(type(x).__name__ for x in found)
+
+
+def apart(monkeypatch):
+    monkeypatch.setattr(backends, "may_join", lambda *_: False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name, device, monkeypatch):
+    """They are those of the reference, and bit for bit those of calls that autograd joins."""
+    call, leaves = made(name, device)
+    with use_backend("reference"):
+        oracle = results(call, leaves)
+    with use_backend("triton"):
+        have, graph = results(call, leaves), names(call())
+        single, leaves_of_single = made(name, device, torch.float32)
+        rounded = results(single, leaves_of_single)
+        apart(monkeypatch)
+        split, graph_of_split = results(call, leaves), names(call())
+        rounded_split = results(single, leaves_of_single)
+    for want, got in zip(oracle, have, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    assert all(map(torch.equal, have, split)) and all(map(torch.equal, rounded, rounded_split))
+    parts = [sum(n for x, n in g.items() if "Split" in x) for g in (graph, graph_of_split)]
+    assert all(x.any() for x in have[1:2]) and parts[0] < parts[1], (graph, graph_of_split)
+
+
+@pytest.mark.parametrize("name", ["self", "rotary and norms", "memory", "packed"])
+def test_second_derivatives(name, device):
+    call, leaves = made(name, device)
+    found = []
+    for backend in ("reference", "triton"):
+        with use_backend(backend), ff.eager.use_formula():
+            grads = torch.autograd.grad(call().sin().sum(), leaves, create_graph=True)
+            total = sum(g.square().sum() for g in grads)
+            found.append(torch.autograd.grad(total, leaves))
+    for want, have in zip(*found, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grouped, sinks, causal", "rotary and norms", "memory", "packed"])
+def test_compile(name, device):
+    call, leaves = made(name, device)
+    with use_backend("triton"):
+        want = results(call, leaves)
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for a, b in zip(results(compiled, leaves), want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(device, use_reentrant):
+    call, (x, *_) = made("one group, dropout", device)
+    with use_backend("triton"):
+        torch.manual_seed(5)
+        (want,) = torch.autograd.grad(call().sin().sum(), x)
+        torch.manual_seed(5)
+        checkpoint(lambda _: call(), x, use_reentrant=use_reentrant).sin().sum().backward()
+    torch.testing.assert_close(x.grad, want)
+
+
+def test_transforms_and_tangents(device):
+    m = MultiHeadedAttention(H, D, 0.0).double().to(device)
+    x, t = torch.randn(2, B, S, D, device=device, dtype=torch.float64)
+
+    def loss(x):
+        return m(x, x, x).sin().sum()
+
+    with use_backend("reference"):
+        want = torch.func.grad(loss)(x), torch.func.jvp(loss, (x,), (t,))[1]
+    with use_backend("triton"):
+        have = torch.func.grad(loss)(x), torch.func.jvp(loss, (x,), (t,))[1]
+    torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", ["x", "y", "queries", "keys"])
+def test_parts_without_a_gradient(device, frozen, monkeypatch):
+    """What is frozen gets none, and the others get theirs."""
+    found = []
+    for joined in (True, False):
+        call, leaves = made("memory", device)
+        if not joined:
+            apart(monkeypatch)
+        frozen_leaves = dict(x=[0], y=[-1], queries=[0, 1, 2], keys=[-1, 3, 4, 5, 6])[frozen]
+        for i in frozen_leaves:
+            leaves[i].requires_grad_(False)
+        with use_backend("triton"):
+            call().sin().sum().backward()
+        found.append([x.grad for x in leaves])
+        assert all((x.grad is None) == (not x.requires_grad) for x in leaves)
+    for a, b in zip(*found):
+        assert a is b is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("q, k", [(0, 0), (0, 3), (3, 0)])
+def test_nothing(device, q, k):
+    m = MultiHeadedAttention(H, D, 0.0).to(device)
+    x, y = (torch.randn(B, n, D, device=device, requires_grad=True) for n in (q, k))
+    y = x if q == k else y
+    with use_backend("triton"):
+        m(x, y, y).sum().backward()
+    assert all(p.grad.isfinite().all() for p in m.parameters())
+    assert x.grad.shape == x.shape and not x.grad.any() and (q == k or not y.grad.any())
+
+
+def test_autocast_and_hooks(device):
+    m = MultiHeadedAttention(H, D, 0.0).to(device)
+    x = torch.randn(B, S, D, device=device, requires_grad=True)
+    with use_backend("triton"):
+        with torch.autocast(device.type, torch.bfloat16):
+            out = m(x, x, x)
+        out.float().sum().backward()
+        assert out.dtype == torch.bfloat16 and x.grad.isfinite().all() and x.grad.any()
+        seen = []
+        m.linears[1].register_full_backward_hook(lambda *given: seen.append(given))
+        m(x, x, x).sum().backward()
+    assert len(seen) == 1
+
+
+def test_reports(device):
+    """Both ops of a call are reported."""
+    seen = []
+    call, _ = made("rotary", device)
+    with use_backend("triton"), backends.observe(seen.append):
+        call()
+    assert [(x.op, x.backend) for x in seen] == [
+        ("rotary_embedding", "triton"),
+        ("scaled_dot_product_attention", "triton"),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", ["grouped memory", "rotary and norms", "packed"])
+def test_opcheck(device, name, which):
+    call, _ = made(name, device)
+    recorded = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "joint" in str(function):
+                kept = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
+                recorded.append((function, tuple(kept)))
+            return function(*args, **(kwargs or {}))
+
+    with use_backend("triton"), Recorder():
+        call().sum().backward()
+    assert len(recorded) == 2
+    torch.library.opcheck(*recorded[which])
+
+
+# ------------------------------------------------------------------------------------------ a count
+
+
+class Copies(TorchDispatchMode):
+    """Counts what concatenates or copies activations: tensors of at least `size` elements that are
+    no parameters.
+    """
+
+    def __init__(self, size, parameters):
+        super().__init__()
+        parameters = list(parameters)
+        self.size, self.known = size, {p.data_ptr() for p in parameters}
+        self.shapes = {p.shape for p in parameters}
+        self.found, self.of_parameters, self.of_their_gradients = collections.Counter(), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name == "cat" and all(x.data_ptr() in self.known for x in args[0]):
+            self.of_parameters += 1
+        elif name == "cat" and out.shape in self.shapes:
+            self.of_their_gradients += 1
+        elif name == "cat" or (
+            name in ("clone", "copy_", "_to_copy", "contiguous") and out.numel() >= self.size
+        ):
+            self.found[name] += 1
+        return out
+
+
+def layers(name):
+    x, y = (torch.randn(B, S, D, requires_grad=True) for _ in range(2))
+    mask = torch.ones(B, 1, S, dtype=torch.bool)
+    if name == "torch encoder":
+        layer = nn.TransformerEncoderLayer(D, H, 2 * D, batch_first=True)
+        ff.accelerate(layer)
+        return layer, (x,)
+    if name == "torch decoder":
+        layer = nn.TransformerDecoderLayer(D, H, 2 * D, batch_first=True)
+        ff.accelerate(layer)
+        return layer, (x, y)
+    if name == "rotary":
+        model = ff.make_decoder(9, 1, D, 2 * D, H, positions="rotary", qk_norm=True)
+        return model, (torch.randint(1, 9, (B, S)),)
+    model = ff.make_model(9, 9, 1, D, 2 * D, H)
+    if name == "encoder":
+        return model.encoder, (x, mask)
+    return model.decoder, (x, y, mask, mask)
+
+
+@pytest.mark.parametrize("name", ["encoder", "decoder", "torch encoder", "torch decoder", "rotary"])
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
+def test_nothing_is_concatenated(name, joined, monkeypatch):
+    """No activation, forward or backward; apart, one for each attention, so the count sees it."""
+    layer, inputs = layers(name)
+    if not joined:
+        apart(monkeypatch)
+    with use_backend("triton"), Copies(B * S * D, layer.parameters()) as copies:
+        out = layer(*inputs)
+        out.float().sin().sum().backward()
+    attentions = 2 if "decoder" in name else 1
+    assert copies.found["cat"] == (0 if joined else attentions), copies.found
+    assert sum(copies.found.values()) == copies.found["cat"], copies.found
+    # A weight and a bias for each attention of ours; in nn.MultiheadAttention, with its one weight,
+    # their gradients if query and memory are projected apart.
+    assert copies.of_parameters == (0 if "torch" in name else 2 * attentions)
+    assert copies.of_their_gradients == (2 if name == "torch decoder" else 0)

@@ -1,0 +1,208 @@
+"""The dropout seeds of a forward are one draw, and each site has its own, at a fixed place."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fastformer as ff
+from fastformer import checks, use_backend
+from fastformer.ops import dropout
+
+P = 0.3
+SIZES = dict(N=2, d_model=16, d_ff=32, h=2)
+OF_TORCH = dict(nhead=2, dim_feedforward=32, dropout=P, batch_first=True)
+IDS = torch.arange(1, 11).view(2, 5)
+
+
+class Draws(TorchDispatchMode):
+    """Counts the draws of seeds."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op._schema.name == "aten::randint"
+        return op(*args, **(kwargs or {}))
+
+
+def translation(p=P, **options):
+    model = ff.make_model(11, 11, dropout=p, **SIZES, **options)
+    return model, (IDS, IDS, torch.ones(2, 1, 5, dtype=torch.bool), ff.subsequent_mask(5))
+
+
+def packed(p=P):
+    model, _ = translation(p)
+    batch = ff.Batch(src=IDS, tgt=torch.cat([IDS, IDS[:, :1]], 1), packed=True)
+    return model, (batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
+
+
+def language_model(p=P):
+    return ff.make_decoder(11, dropout=p, **SIZES), (IDS,)
+
+
+def rotary(p=P):
+    return ff.make_decoder(11, dropout=p, positions="rotary", norm="rms", **SIZES), (IDS,)
+
+
+def stack(p=P):
+    return translation(p)[0].encoder, (torch.randn(2, 5, 16), None)
+
+
+def layer(p=P):
+    x = torch.randn(2, 5, 16)
+    return translation(p)[0].decoder.layers[0], (x, x, None, None)
+
+
+def accelerated(p=P):
+    model = nn.Transformer(16, 2, 2, 2, 32, p, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    ff.accelerate(model)
+    return model, (x, x)
+
+
+def accelerated_with_padding(p=P):
+    model, given = accelerated(p)
+    hidden = torch.arange(20).expand(2, 20) > 6
+    x = torch.randn(2, 20, 16)
+    return model, (x, given[1], None, None, None, hidden, None, hidden)
+
+
+def accelerated_layer(p=P):
+    model = nn.TransformerEncoderLayer(16, **OF_TORCH | dict(dropout=p))
+    ff.accelerate(model)
+    return model, (torch.randn(2, 5, 16),)
+
+
+MODELS = [
+    translation, packed, language_model, rotary, stack, layer, accelerated,
+    accelerated_with_padding, accelerated_layer,
+]  # fmt: skip
+models = pytest.mark.parametrize("make", MODELS, ids=lambda f: f.__name__)
+
+
+@models
+def test_a_forward_draws_once(make, backend):
+    torch.manual_seed(0)
+    model, given = make()
+    with use_backend(backend):
+        for training in (True, False, True):
+            model.train(training)
+            with Draws() as draws:
+                model(*given)
+            assert draws.count == training
+    model, given = make(p=0.0)
+    with use_backend(backend), Draws() as draws:
+        model(*given)
+    assert draws.count == 0
+
+
+@models
+def test_backends_draw_the_same_masks(make):
+    torch.manual_seed(0)
+    model, given = make()
+    results = []
+    for backend in ("reference", "triton"):
+        torch.manual_seed(1)
+        with use_backend(backend):
+            results.append(model(*given))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def seeds_of(monkeypatch, model, given):
+    """The seeds of a forward, one for each mask."""
+    seeds = []
+    with monkeypatch.context() as patch:
+        draw = dropout._drawn
+        patch.setattr(
+            dropout, "_drawn", lambda f, seed, *x: (seeds.append(int(seed)), draw(f, seed, *x))[1]
+        )
+        with use_backend("reference"):
+            model(*given)
+    return seeds
+
+
+def test_each_site_has_its_own_seed(monkeypatch):
+    """22 sites of a model with two layers on each side, and others in the next forward."""
+    model, given = translation()
+    torch.manual_seed(2)
+    first, second = (seeds_of(monkeypatch, model, given) for _ in range(2))
+    assert len({*first, *second}) == 44
+    torch.manual_seed(2)
+    assert first == checks.draw_seeds(22).tolist()
+
+
+def test_a_site_does_not_depend_on_the_others(monkeypatch):
+    model, given = translation()
+    torch.manual_seed(3)
+    want = seeds_of(monkeypatch, model, given)
+    model.encoder.layers[0].self_attn.dropout.p = 0.0  # site 1, after the embedding's
+    model.decoder.layers[1].feed_forward.dropout = nn.Dropout(0.0)
+    torch.manual_seed(3)
+    assert seeds_of(monkeypatch, model, given) == want[:1] + want[2:20] + want[21:]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("make", [translation, stack, layer, accelerated], ids=lambda f: f.__name__)
+def test_under_checkpointing(make, use_reentrant, backend):
+    torch.manual_seed(0)
+    model, given = make()
+    given = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in given]
+    parameters = list(model.parameters())
+    anchor = torch.zeros((), requires_grad=True)  # without it the reentrant form has no gradient
+
+    def gradients(run):
+        torch.manual_seed(4)
+        with use_backend(backend):
+            return torch.autograd.grad(run(), parameters, allow_unused=True)
+
+    def again():
+        call = lambda _, *x: model(*x)  # noqa: E731
+        return checkpoint(call, anchor, *given, use_reentrant=use_reentrant).square().sum()
+
+    want = gradients(lambda: model(*given).square().sum())
+    if use_reentrant:
+        for x in parameters:
+            x.grad = None
+        torch.manual_seed(4)
+        with use_backend(backend):
+            again().backward()
+        found = [x.grad for x in parameters]
+    else:
+        found = gradients(again)
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [translation, rotary, accelerated], ids=lambda f: f.__name__)
+def test_under_compile(make, backend):
+    torch.manual_seed(0)
+    model, given = make()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (model, compiled, compiled):
+        torch.manual_seed(5)
+        with use_backend(backend):
+            results.append(run(*given))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[2], results[1], rtol=0, atol=0)
+
+
+def test_an_explicit_seed_stays():
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    attention = ff.MultiHeadedAttention(2, 16, P)
+    feed_forward = ff.PositionwiseFeedForward(16, 32, P)
+    for run in (lambda s: attention(x, x, x, dropout_seed=s), lambda s: feed_forward(x, s)):
+        with Draws() as draws:
+            same = run(torch.tensor([7])), run(torch.tensor([7])), run(torch.tensor([8]))
+        assert draws.count == 0
+        assert torch.equal(same[0], same[1]) and not torch.equal(same[0], same[2])
+
+
+def test_on_a_gpu_each_seed_has_the_alignment_of_the_first():
+    """A kernel is compiled for an alignment: with another one it would be compiled again."""
+    seeds = checks.draw_seeds(5, torch.device("meta"))
+    assert [x.storage_offset() * 8 % 16 for x in seeds.split(1)] == [0] * 5

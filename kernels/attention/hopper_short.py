@@ -197,10 +197,11 @@ def _without_hidden(x, ok):
 
 
 @gluon.jit
-def _hide_keys(s, ok, cut, i0, n0, j, head, tile: gl.constexpr, has: gl.constexpr):
-    """Return the scores [keys, queries], -inf where the key is hidden from all queries (`ok` is
-    False, somewhere in the tile if `cut`), or where the band hides it.
+def _hide_keys(s, keys, i0, n0, head, tile: gl.constexpr, has: gl.constexpr):
+    """Return the scores [keys, queries], -inf where the key is hidden from all queries, or where
+    the band hides it. `keys` is what `_own_keys` returns.
     """
+    j, ok, cut = keys
     if cut:
         s = gl.where(gl.expand_dims(ok, 1), s, float("-inf"))
     if has.right:
@@ -209,6 +210,58 @@ def _hide_keys(s, ok, cut, i0, n0, j, head, tile: gl.constexpr, has: gl.constexp
             r = gl.arange(0, tile.rows, layout=gl.SliceLayout(0, accumulator(tile.rows)))
             s = gl.where(at_most(r, j - (last + 1)), float("-inf"), s)
     return s
+
+
+@gluon.jit
+def _own_keys(
+    which: gl.constexpr, n0, head, shared, phase, tile: gl.constexpr, has: gl.constexpr
+):  # fmt: skip
+    """Wait for the 64 keys that a consumer owns, and set hidden ones to zero. Return (j, ok, cut):
+    the keys, which of them queries may see, and whether one is hidden.
+    """
+    buffers, bars = shared
+    HALF: gl.constexpr = tile.columns // 2
+    call = head.call
+    j = n0 + which * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, accumulator(tile.rows)))
+    ok = j < head.sequence.length
+    if has.mask == 1:
+        mask = head.mask + j * call.strides.mask_column
+        ok = ok & (gl.load(mask, mask=j < call.sizes.keys, other=0) != 0)
+    cut = gl.sum(gl.where(ok, 0, 1), 0) > 0
+    mbarrier.wait(bars.keys_ready, phase)
+    if has.mask == 1 or has.lengths:
+        if cut:
+            _without_hidden(buffers.key.index(which), ok)
+            _without_hidden(buffers.value.index(which), ok)
+            fence_async_shared()  # the other consumer reads the keys after `ds_ready`
+    return j, ok, cut
+
+
+@gluon.jit
+def _add_to_queries(
+    which: gl.constexpr, PARITY: gl.constexpr, part, ds, sums, shared, phase, K: gl.constexpr
+):
+    """Give dS^T to the consumer whose turn it is, which adds dS k of both to dQ of a tile. Wait for
+    the products of dK and dV, `sums`, and return them.
+    """
+    buffers, bars = shared
+    dk, dv = sums
+    mbarrier.wait(bars.ds_free, phase ^ 1)
+    buffers.ds.index(which).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(bars.ds_ready, count=1)
+    if which == PARITY:
+        dq = buffers.dq.index(part).load(K)
+        mbarrier.wait(bars.ds_ready, phase)
+        for half in gl.static_range(2):
+            left = buffers.ds.index(half).permute((1, 0))
+            dq = warpgroup_mma(left, buffers.key.index(half), dq, is_async=True)
+        dq, dk, dv = warpgroup_mma_wait(0, [dq, dk, dv])
+        mbarrier.arrive(bars.ds_free, count=1)
+        buffers.dq.index(part).store(dq)
+    else:
+        dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    return dk, dv
 
 
 @gluon.jit
@@ -239,18 +292,7 @@ def _consumer(
         mbarrier.arrive(bars.rows_ready, count=1)
         mbarrier.wait(bars.rows_ready, n & 1)
         for n0 in range(0, call.sizes.keys, tile.columns):
-            j = n0 + which * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
-            ok = j < head.sequence.length
-            if has.mask == 1:
-                mask = head.mask + j * call.strides.mask_column
-                ok = ok & (gl.load(mask, mask=j < call.sizes.keys, other=0) != 0)
-            cut = gl.sum(gl.where(ok, 0, 1), 0) > 0
-            mbarrier.wait(bars.keys_ready, own)
-            if has.mask == 1 or has.lengths:
-                if cut:
-                    _without_hidden(k, ok)
-                    _without_hidden(v, ok)
-                    fence_async_shared()  # the other consumer reads the keys after `ds_ready`
+            keys = _own_keys(which, n0, head, shared, own, tile, has)
             dk = gl.zeros([HALF, tile.dim_block], gl.float32, K)
             dv = gl.zeros([HALF, tile.value_block], gl.float32, V)
             first, end = _pairs_of(n0, head, tile, has)
@@ -265,7 +307,7 @@ def _consumer(
                     dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
                     offset = buffers.offset.index(pair).slice(PARITY * BM, BM).load(ROWS)
                     s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other goes on
-                    s = _hide_keys(s, ok, cut, i0, n0, j, head, tile, has)
+                    s = _hide_keys(s, keys, i0, n0, head, tile, has)
                     offset = gl.broadcast(gl.expand_dims(offset, 0), s)[0]
                     p = gl.exp2(gl.fma(s, like(s, call.scale), offset))
                     z = p
@@ -282,21 +324,8 @@ def _consumer(
                     ds = score_gradient(p, dp, delta, factors.inv_keep, has).to(dtype)
                     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2))
                     dk = warpgroup_mma(operand, q, dk, is_async=True)
-                    mbarrier.wait(bars.ds_free, turn ^ 1)
-                    buffers.ds.index(which).store(ds)
-                    fence_async_shared()
-                    mbarrier.arrive(bars.ds_ready, count=1)
-                    if which == PARITY:
-                        dq = buffers.dq.index(part).load(K)
-                        mbarrier.wait(bars.ds_ready, turn)
-                        for half in gl.static_range(2):
-                            left = buffers.ds.index(half).permute((1, 0))
-                            dq = warpgroup_mma(left, buffers.key.index(half), dq, is_async=True)
-                        dq, dk, dv = warpgroup_mma_wait(0, [dq, dk, dv])
-                        mbarrier.arrive(bars.ds_free, count=1)
-                        buffers.dq.index(part).store(dq)
-                    else:
-                        dk, dv = warpgroup_mma_wait(0, [dk, dv])
+                    sums = dk, dv
+                    dk, dv = _add_to_queries(which, PARITY, part, ds, sums, shared, turn, K)
                     mbarrier.arrive(bars.free.index(slot), count=1)
                     slot, phase = next_slot(slot, phase, tile.slots)
                     turn ^= 1

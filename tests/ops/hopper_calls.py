@@ -140,7 +140,7 @@ def chosen(
     with (
         torch.no_grad() if edits else contextlib.nullcontext(),
         use_backend("triton"),
-        tuned.forced(ways),
+        tuned.forced({plan.SHORT_KEY: plan.SEPARATE} | ways),
         replaced(plan, architecture=lambda device: "sm_90", **rows),
         replaced(Launch, through_triton=run),
     ):

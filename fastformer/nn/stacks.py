@@ -68,7 +68,8 @@ class _Stack(nn.Module):
                 if type(layer) is kind and is_unmodified(layer):
                     layer._through(stream, *context, *own, **options)
                 else:  # the layer is of another class or has hooks
-                    y = layer(stream.value(), *context, *own, **options)
+                    given = {"_seeds": stream.seeds} if runs_forward_of(layer, kind) else {}
+                    y = layer(stream.value(), *context, *own, **options, **given)
                     stream = ResidualStream(y, stream.seeds)
                 stream.seeds = stream.seeds.after(getattr(layer, "_sites", 0))
             return stream.normalize(self.norm)
@@ -213,10 +214,12 @@ class EncoderLayer(nn.Module):
         mask: Tensor | Packing | None,
         cache: LayerCache | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
+        *,
+        _seeds: Seeds | None = None,
     ) -> Tensor:
         require_cache(cache, LayerCache)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
-        stream = ResidualStream(x, Seeds(self._sites))
+        stream = ResidualStream(x, _seeds or Seeds(self._sites))
         self._through(stream, mask, cache, rotary)
         return stream.value()
 
@@ -293,13 +296,15 @@ class DecoderLayer(nn.Module):
         src_mask: Tensor | Packing | None,
         tgt_mask: Tensor | Packing | None,
         cache: LayerCache | None = None,
+        *,
+        _seeds: Seeds | None = None,
     ) -> Tensor:
         require_cache(cache, LayerCache)
         require_packings(src_mask, tgt_mask)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
         if memory is not None or cache is None:
             require_norm_input("memory", memory, getattr(self.sublayer[0], "norm", None))
-        stream = ResidualStream(x, Seeds(self._sites))
+        stream = ResidualStream(x, _seeds or Seeds(self._sites))
         self._through(stream, memory, src_mask, tgt_mask, cache)
         return stream.value()
 

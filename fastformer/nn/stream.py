@@ -86,20 +86,20 @@ class ResidualStream:
     def value(self) -> Tensor:
         """Add the pending output to x and return the sum."""
         if self.pending is not None:
-            self.x = add_dropped(self.x, *self.pending[:2])
+            self.x = add_dropped(self.x, *self.pending)
             self.pending = None
         return self.x
 
 
-def add_dropped(x: Tensor, out: Tensor, dropout: nn.Module) -> Tensor:
-    """Return x + dropout(out), [..., features]."""
+def add_dropped(x: Tensor, out: Tensor, dropout: nn.Module, seed: Tensor | None = None) -> Tensor:
+    """Return x + dropout(out), [..., features]. seed: of the mask on a shard; drawn, if None."""
     if type(dropout) is nn.Dropout and backends.is_sharded(out) and is_unmodified(dropout):
         # On a shard nn.Dropout would draw another mask than in the unsharded model. The op draws
         # the same mask; its norm is not used.
         wide = torch.promote_types(x.dtype, out.dtype)
         one = out.new_ones(out.shape[-1:], dtype=torch.float32)
-        p = dropout_probability(dropout)
-        return functional.dropout_add_layer_norm(out.to(wide), x.to(wide), one, None, p)[1]
+        given = out.to(wide), x.to(wide), one, None, dropout_probability(dropout)
+        return functional.dropout_add_layer_norm(*given, dropout_seed=seed)[1]
     return x + dropout(out)
 
 

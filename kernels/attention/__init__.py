@@ -15,7 +15,6 @@ and packed batches.
     short_backward.py   dQ, dK and dV in one kernel, for short sequences
     plan.py             the plan of a call, which holds its launches, and the key of a plan
     launchers.py        the functions that launch a plan, registered as ops of torch
-    joint.py            the same ops over one projection, whose gradient is one tensor
 
 The forward computes, for query i of one (batch, head):
     x_ij = scale q_i . k_j                          or softcap tanh(scale q_i . k_j / softcap)
@@ -59,7 +58,6 @@ one owner, and there are no atomics.
 from __future__ import annotations
 
 from ..common import INTERPRETED
-from . import joint as joint
 from .launchers import describe, supports
 
 __all__ = ["INTERPRETED", "describe", "supports"]

@@ -1488,7 +1488,7 @@ def test_wide_heads(dims, dtype, backend, device, against_oracle, tiles):
     x["value"] = torch.randn(1, 1, 50, dims[1], device=device)
     x["bias"] = torch.randn(2, 20, 50, device=device)
     x = {name: t.to(dtype) for name, t in x.items()}
-    given = dict(is_causal=True, causal_alignment="bottom_right", softcap=5.0, enable_gqa=True)
+    given = dict(is_causal=True, causal_alignment="bottom_right", softcap=5.0)
     against_oracle(with_lse, x, **given, dropout_p=0.2, dropout_seed=1)
     few = {name: t.to(dtype) for name, t in qkv(1, 2, 2, 300, dims[0], device=device).items()}
     against_oracle(functional.scaled_dot_product_attention, few, is_causal=True)

@@ -159,11 +159,9 @@ def scaled_dot_product_attention(
     Sinks".
     """
     if (
-        scale is bias is window is alibi_slopes is softcap is sinks is None
+        scale is bias is window is alibi_slopes is softcap is sinks is shard is None
         and (dropout_seed is None or (type(dropout_seed) is Tensor and dropout_p > 0))
-        and shard is None
-        and type(dropout_p) is float
-        and 0.0 <= dropout_p <= 1.0
+        and (type(dropout_p) is float and 0.0 <= dropout_p <= 1.0)
         and (is_causal is False or (is_causal is True and causal_alignment == "top_left"))
         and return_lse is False
         and causal_alignment in ALIGNMENTS
@@ -171,10 +169,8 @@ def scaled_dot_product_attention(
         and backends.runs_directly()
     ):
         given = query, key, value, attn_mask, is_causal, key_lengths
-        if dropout_p:
-            out = reference.usual_dropout(*given, dropout_p, dropout_seed)
-        else:
-            out = usual_call(*given)
+        drops = reference.usual_dropout
+        out = drops(*given, dropout_p, dropout_seed) if dropout_p else usual_call(*given)
         if out is not None:
             return out
     three = False

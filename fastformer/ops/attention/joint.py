@@ -47,14 +47,12 @@ def joint_attention(
     *inputs: Any,
     **options: Any,
 ) -> Any:
-    """Return what the op returns for `inputs` and `options`, after the rotation of query and key.
-    The first three inputs are `projected.parts()`.
+    """Call the op with `inputs`, of which the first three are `projected.parts()`, and `options`,
+    after `rotary_embedding(query, key, **rotation)` if rotation is not empty. It is None if an
+    input is not a part of the projection.
 
     With a gradient and by the kernels, dq, dk and dv are parts of one tensor, the gradient of the
-    projection. Any other call is one of the op, and autograd concatenates its gradients.
-
-    rotation: the arguments of `rotary_embedding`; empty if nothing turns query and key; None if
-        one of the inputs is no part of the projection.
+    projection. Else autograd concatenates them.
     """
     query, key, *others = inputs
     joined = rotation is not None and len(projected.tensors) + bool(rotation) <= 2
@@ -88,22 +86,15 @@ def joint_reference(
     memory: Tensor | None,
     heads: int,
     order: Sequence[int],
-    cos: Tensor | None,
-    sin: Tensor | None,
     *,
-    interleaved: bool,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    eps: float,
     attention: Attention,
     return_lse: bool,
+    **rotation: Any,
 ) -> Any:
-    """Compute `joint_<op>` of kernels/attention/joint.py in eager PyTorch."""
+    """Compute `joint_<op>` of kernels/attention/launchers.py in eager PyTorch."""
     query, key, value = parts(projected, memory, heads, order)
-    if cos is not None:
-        norms = dict(query_norm=query_norm, key_norm=key_norm, eps=eps)
-        rotate = OPERATIONS[_ROTATION].reference
-        query, key = rotate(query, key, cos, sin, interleaved=interleaved, **norms)
+    if rotation["cos"] is not None:
+        query, key = OPERATIONS[_ROTATION].reference(query, key, **rotation)
     packed = attention.cu_seqlens_q is not None
     attend = reference.packed_attention if packed else reference.scaled_dot_product_attention
     return attend(query, key, value, attention, return_lse)

@@ -259,14 +259,15 @@ def short_pays(
 
     A program has all of a pair, where the separate kernels share it between programs of 128 keys,
     or queries. These issue about as many instructions as each other for a tile of 128 x 128; one
-    kernel issues 1.4 times as many, and at D = 128 1.8 times.
+    kernel issues 1.7 times as many, and at D = 128 twice as many, but reads and writes 8 tensors
+    for 13.
     """
     if max(sizes) > _SHORT_PAYS.get(arch, 0):
         return False
     rows, columns = (-(-n // 128) for n in sizes)
     dkdv = -(-pairs * columns // processors) * group * rows
     dq = -(-pairs * group * rows // processors) * columns
-    factor = 1.4 if head_block <= 64 else 1.8
+    factor = 1.7 if head_block <= 64 else 2.0
     return -(-pairs // processors) * group * rows * columns * factor <= dkdv + dq
 
 

@@ -328,7 +328,8 @@ def test_which_calls_a_measurement_may_choose_it_for():
         query = x[:, :1].expand(3, 2, 8, d) if expanded else x
         given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1) | options
         needs = True, True, True, False, False
-        with replaced(plan, architecture=lambda device: arch), tuned.forced({}) as asked:
+        ways = {plan.SHORT_KEY: plan.SEPARATE}
+        with replaced(plan, architecture=lambda device: arch), tuned.forced(ways) as asked:
             described = Attention(**given)
             made = plan.BackwardPlan(x, None, x, needs, query, x[:, :g], x[:, :g], described)
         for name, kernel in ("dq", plan.hopper_dq_kernel), ("dkdv", plan.hopper_dkdv_kernel):

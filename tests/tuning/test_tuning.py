@@ -237,7 +237,8 @@ def test_measured_tiles_reach_the_launches(file, attention):
     from fastformer.kernels import tuned
 
     before, chosen = attention()[0], {}
-    for question in questions(attention):
+    tiled = [x for x in questions(attention) if x.kernel != "attention short backward"]
+    for question in tiled:
         option = next(o for o in question.options() if o[:2] != question.shipped[:2])
         chosen[question.kernel, question.case] = option
     measurements.write(file, HERE, {k: entry(tuned.label(option)) for k, option in chosen.items()})

@@ -1,0 +1,135 @@
+"""Counts the kernels that a layer of a stack launches, forward and backward, without a GPU.
+
+    python -m benchmarks.launches
+
+The layers run on the stand-in GPU (benchmarks/gpu/stand_in): Triton's kernels are compiled for an
+H100 and their launches accepted, and of torch's ops each that computes counts as one launch. A
+figure is the difference between a stack of three layers and one of two, in training, in bfloat16,
+with dropout and a key mask, so that it is the cost of one more layer. `torch` is the layer of
+torch.nn in eager mode with its memory-efficient attention.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+B, S, D, H = 64, 128, 512, 8
+DRAWS = "randint of a forward"
+LAYERS = "encoder", "decoder"
+PROVIDERS = "fastformer", "accelerate", "torch"
+MM, ADDMM = ("mm", "matmul"), ("addmm", "linear")
+KINDS = ("Triton", "mm", "addmm", "sum", "randint", "cat", "copy", "other")
+KIND = dict.fromkeys(MM, "mm") | dict.fromkeys(ADDMM, "addmm") | {"sum": "sum"}
+KIND |= {"randint": "randint", "cat": "cat", "stack": "cat"}
+KIND |= dict.fromkeys(("copy_", "clone", "_to_copy", "contiguous"), "copy")
+FREE = "_unsafe_view", "detach", "alias", "_reshape_alias", "promote_types"  # no kernel
+Counts = dict[str, dict[str, int]]
+
+
+def count(layers: Sequence[str] = LAYERS, providers: Sequence[str] = PROVIDERS) -> Counts:
+    """Return the launches by kind for "LAYER, PROVIDER", counted in a process of its own; as
+    "randint of a forward" those that draw seeds for a whole stack.
+    """
+    from benchmarks.gpu.stand_in import device
+
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | device.environment(Path(folder))
+        command = [sys.executable, "-m", "benchmarks.launches", "--count", *layers, *providers]
+        return json.loads(subprocess.check_output(command, cwd=ROOT, env=environment))
+
+
+def table(counts: Counts) -> str:
+    """Return the counts as a table of Markdown."""
+    lines = [f"| layer | all | {' | '.join(KINDS)} | {DRAWS} |"]
+    lines.append("|---" * (len(KINDS) + 3) + "|")
+    for name, own in counts.items():
+        cells = [name, sum(own[kind] for kind in KINDS), *(own[kind] for kind in (*KINDS, DRAWS))]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _count(layers: Sequence[str], providers: Sequence[str]) -> Counts:
+    """Count on the stand-in GPU, which this process has."""
+    import torch
+    import torch.nn.functional as F
+    import triton
+    from torch import Tensor, nn
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import fastformer as ff
+
+    launches: Counter[str] = Counter()
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if op.namespace == "fastformer":  # and what runs within it
+                with self:
+                    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+                    return op.redispatch(keys, *args, **kwargs)
+            name = op._schema.name.removeprefix("aten::")
+            if not (op.is_view or name in FREE or "empty" in name):
+                launches[KIND.get(name, "other")] += 1
+            return op(*args, **kwargs)
+
+    def efficient(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any
+    ) -> Tensor:
+        """Torch's kernel with a mask and dropout; of meta tensors torch takes no kernel."""
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
+        attend = torch.ops.aten._scaled_dot_product_efficient_attention
+        return attend(q, k, v, attn_mask, True, dropout_p)[0]
+
+    F.scaled_dot_product_attention = efficient
+    triton.knobs.runtime.launch_enter_hook.add(lambda _: launches.update(["Triton"]))
+    options: Any = dict(device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(B, S, D, **options)
+    padding = torch.zeros(B, S, dtype=torch.bool, device="cuda")
+
+    def step(kind: str, provider: str, layers: int) -> Counter[str]:
+        """Return the launches of forward and backward of a stack."""
+        given, names = ((x,), ("src",)) if kind == "encoder" else ((x, x), ("tgt", "memory"))
+        stack: nn.Module
+        if provider == "fastformer":
+            stack = getattr(ff.make_model(8, 8, layers, D, 4 * D, H), kind).to(**options)
+            call = lambda: stack(*given, *[~padding.unsqueeze(1)] * len(given))  # noqa: E731
+        else:
+            settings: Any = dict(batch_first=True, norm_first=True, **options)
+            model = nn.Transformer(D, H, layers, layers, 4 * D, **settings)
+            stack = getattr(model, kind)
+            if provider == "accelerate":
+                ff.accelerate(stack)
+            masks = {f"{name}_key_padding_mask": padding for name in names}
+            call = lambda: stack(*given, **masks)  # noqa: E731
+        stack.train()
+        launches.clear()
+        with Ops():
+            call().backward(x)
+        return Counter(launches)
+
+    counts = {}
+    for kind in layers:
+        for provider in providers:
+            two, three = step(kind, provider, 2), step(kind, provider, 3)
+            own = {name: three[name] - two[name] for name in KINDS}
+            counts[f"{kind}, {provider}"] = own | {DRAWS: three["randint"]}
+    return counts
+
+
+if __name__ == "__main__":
+    if "--count" in sys.argv:
+        print(json.dumps(_count(*([x for x in sys.argv if x in y] for y in (LAYERS, PROVIDERS)))))
+    else:
+        print(table(count()))

@@ -288,6 +288,11 @@ for _arch in ("sm_80", "sm_89", "sm_120"):
     if _arch == "sm_80":
         _short(_arch, "scratch", 32, ["key mask, dropout"])
 _short("sm_100", "scratch", 64, _USUAL)
+_variant(
+    "sm_90 attention bf16 D=64 key mask, dropout",
+    "64 64 4 3",
+    choices={"attention forward": [64, 64, 4, 3]},
+)
 _short("sm_90", "Gluon 64 128", 64, [*_USUAL, "lengths, dropout"])
 _short("sm_90", "Gluon 64 128", 64, ["key mask, dropout"], 128)
 _add("sm_120", "attention", "bf16", (64, 128), ["key mask, dropout"])  # it takes the rows of sm_86

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from fastformer.kernels import embedding, feed_forward, launch, rotary, tuned
 from fastformer.kernels.attention import launchers as attention
+from fastformer.kernels.attention.configurations import Tiles
 from fastformer.kernels.cross_entropy import launchers as cross_entropy
 from fastformer.kernels.layer_norm import launchers as layer_norm
 from triton import knobs
@@ -499,7 +500,8 @@ def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     torch.version.hip = "stand-in" if target.backend == "hip" else None
     started = processor_seconds()
     try:
-        with tuned.forced(case.get("choices", {})):
+        choices = case.get("choices", {}).items()
+        with tuned.forced({k: x if isinstance(x, str) else Tiles(*x) for k, x in choices}):
             call(case, recorder)
     except Exception:
         return dict(error=traceback.format_exc())

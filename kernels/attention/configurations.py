@@ -335,16 +335,17 @@ def parts_of_keys(tiles: int, programs: int, processors: int) -> int:
     return min(range(least, most + 1), key=time)
 
 
-# Tiles that no table has: fewer passes over the queries, for more registers.
-WIDE = {("forward", 16): [Tiles(128, 128, 8, 2)]}
+# Tiles that no table has: fewer passes over the queries, for more registers; and small ones for
+# short sequences, of which several programs fit on a multiprocessor, also with dropout.
+OTHERS = {("forward", 16): [Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3)]}
 
 
 def rows(kernel: str, dtype: torch.dtype, head_block: int) -> list[Tiles]:
     """Return the tiles that a measurement may choose: those of every architecture at this head dim
-    and at its neighbours, and WIDE, each with its own number of stages, two and three.
+    and at its neighbours, and OTHERS, each with its own number of stages, two and three.
     """
     bits, i = 32 if dtype == torch.float32 else 16, max(0, (head_block - 1).bit_length() - 5)
-    near = list(WIDE.get((kernel, bits), ()))
+    near = list(OTHERS.get((kernel, bits), ()))
     for (name, width, _), table in CONFIGURATIONS.items():
         if width == bits and name.removesuffix(" full") == kernel:
             near += table[max(0, i - 1) : i + 2]

@@ -7,6 +7,7 @@ process of its own, because Triton's interpreter, once chosen, holds for the who
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -121,6 +122,7 @@ def call_feed_forward() -> Calls:
     )
 
 
+FACTS = {"architecture": "sm_90", "processors": 132}  # of an H100
 CALLS = {
     "attention": call_attention,
     "layer_norm": call_layer_norm,
@@ -164,9 +166,10 @@ def stock(op: str, mode: str) -> Callable[[], Any]:
 def main() -> None:
     torch.set_num_threads(1)
     driver.set_active(Driver())
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fastformer.kernels.") and hasattr(module, "architecture"):
-            module.architecture = lambda device: "sm_90"
+    modules = [x for name, x in sys.modules.items() if name.startswith("fastformer.kernels.")]
+    for module, (name, fact) in itertools.product(modules, FACTS.items()):
+        if hasattr(module, name):
+            setattr(module, name, lambda device, fact=fact: fact)
     torch.nn.functional.linear = lambda x, w, b: x  # a launch is measured, no product
     replies, sys.stdout = sys.stdout, sys.stderr  # what Triton prints is no reply
     made: dict[tuple[str, str, str], Any] = {}

@@ -26,12 +26,10 @@ B, S, D, H = 64, 128, 512, 8
 DRAWS = "randint of a forward"
 LAYERS = "encoder", "decoder"
 PROVIDERS = "fastformer", "accelerate", "torch"
-MM, ADDMM = ("mm", "matmul"), ("addmm", "linear")
 KINDS = ("Triton", "mm", "addmm", "sum", "randint", "cat", "copy", "other")
-KIND = dict.fromkeys(MM, "mm") | dict.fromkeys(ADDMM, "addmm") | {"sum": "sum"}
-KIND |= {"randint": "randint", "cat": "cat", "stack": "cat"}
-KIND |= dict.fromkeys(("copy_", "clone", "_to_copy", "contiguous"), "copy")
-FREE = "_unsafe_view", "detach", "alias", "_reshape_alias", "promote_types"  # no kernel
+KIND = {name: name for name in ("mm", "addmm", "sum", "randint", "cat")} | {"stack": "cat"}
+KIND |= dict.fromkeys(("copy_", "clone", "_to_copy"), "copy")
+FREE = "_unsafe_view", "_reshape_alias", "promote_types"  # no views by their schema, and no kernel
 Counts = dict[str, dict[str, int]]
 
 
@@ -78,6 +76,10 @@ def _count(layers: Sequence[str], providers: Sequence[str]) -> Counts:
                 with self:
                     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
                     return op.redispatch(keys, *args, **kwargs)
+            with self:  # below autograd, an op that is made of others arrives whole
+                result = op.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
             name = op._schema.name.removeprefix("aten::")
             if not (op.is_view or name in FREE or "empty" in name):
                 launches[KIND.get(name, "other")] += 1

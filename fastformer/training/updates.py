@@ -105,6 +105,8 @@ class GraphedUpdates:
         self.updates = updates
         self._on_device = updates._replace(scheduler=None)  # the host computes the learning rate
         self._graphs: dict[object, _UpdateGraph | None] = {}  # None until the second update
+        self._state: object = None  # of the optimizer: load_state_dict replaces it
+        self._rates: list[Tensor] = []  # the learning rates that the graphs read
         self._refused = _obstacle(updates.optimizer)
 
     def losses(self, group: list[Batch]) -> Iterator[tuple[Batch, Tensor]]:
@@ -127,8 +129,7 @@ class GraphedUpdates:
                 warnings.warn(f"the steps run without a CUDA graph: {self._refused}", stacklevel=2)
                 self._refused = ""  # one warning is enough
             return None
-        if not self._graphs:
-            _make_capturable(self.updates.optimizer)
+        self._prepare(self.updates.optimizer)
         key = self._key(group)
         if key not in self._graphs:
             if len(self._graphs) < MOST_GRAPHS:
@@ -143,17 +144,31 @@ class GraphedUpdates:
                 return self._graph(group)
         return graph
 
+    def _prepare(self, optimizer: Any) -> None:
+        """Let the device count the steps of the optimizer and hold its learning rates."""
+        if self._state is not optimizer.state:
+            self._state, self._rates = optimizer.state, _make_capturable(optimizer)
+            self._graphs.clear()
+        for options, rate in zip(optimizer.param_groups, self._rates):
+            if options["lr"] is not rate:  # somebody has assigned another one
+                rate.fill_(options["lr"])
+                options["lr"] = rate
+
     def _key(self, group: list[Batch]) -> object:
         """Return what an update depends on, but the contents of tensors and the learning rate."""
-        tensors = [(x.shape, x.dtype, x.device) for batch in group for x in _tensors(batch)]
-        assert self.updates.optimizer is not None
+        parts = [getattr(batch, name, None) for batch in group for name in PARTS]
+        given = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in parts]
+        optimizer, model = self.updates.optimizer, self.updates.model
+        assert optimizer is not None
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        modes = [m.training for m in modules], [p.requires_grad for p in _parameters(optimizer)]
         numbers = [
             (name, id(x) if isinstance(x, Tensor) else x)
-            for options in self.updates.optimizer.param_groups
+            for options in optimizer.param_groups
             for name, x in options.items()
             if name not in ("params", "lr")
         ]
-        return len(group), tuple(tensors), repr(numbers), getattr(self.updates.model, "training", 0)
+        return len(group), tuple(given), repr(numbers), repr(modes)
 
 
 class _UpdateGraph:
@@ -188,7 +203,9 @@ def _tensors(batch: Batch) -> list[Tensor]:
 def _copy(batch: Batch) -> Any:
     """Return a batch of copies of the tensors."""
     parts = {name: getattr(batch, name, None) for name in PARTS}
-    return SimpleNamespace(**{k: x if x is None else x.clone() for k, x in parts.items()})
+    return SimpleNamespace(
+        **{k: x.clone() if isinstance(x, Tensor) else x for k, x in parts.items()}
+    )
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
@@ -219,12 +236,13 @@ def _batch_obstacle(group: list[Batch]) -> str | None:
     return None
 
 
-def _make_capturable(optimizer: Any) -> None:
-    """Let the device count the steps of the optimizer and hold its learning rate."""
+def _make_capturable(optimizer: Any) -> list[Tensor]:
+    """Let the device count the steps of the optimizer; return new tensors of its learning rates."""
     parameters = _parameters(optimizer)
     for options in optimizer.param_groups:
         options["capturable"] = True
-        options["lr"] = torch.as_tensor(options["lr"]).to(parameters[0].device)
+        options["lr"] = torch.as_tensor(options["lr"]).to(parameters[0].device, copy=True)
     for p in parameters:
         if "step" in optimizer.state.get(p, {}):
             optimizer.state[p]["step"] = optimizer.state[p]["step"].to(p.device)
+    return [options["lr"] for options in optimizer.param_groups]

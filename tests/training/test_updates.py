@@ -4,6 +4,7 @@
 tests/proof/test_rehearsal.py captures over a driver that launches nothing.
 """
 
+import copy
 import sys
 
 import pytest
@@ -27,7 +28,7 @@ def data(device="cpu"):
 def trained(batches=None, schedule=None, device="cpu", **options):
     """Return the loss, the reports, the parameters and the last rates of an epoch with graphs."""
     torch.manual_seed(5)
-    model = make_model(7, 7, 1, 16, 32, 2, 0.2).to(device).train()
+    model = trained.model = make_model(7, 7, 1, 16, 32, 2, 0.2).to(device).train()
     optimizer = trained.optimizer = torch.optim.Adam(model.parameters(), 0.01)
     scheduler = (schedule or (lambda x: LambdaLR(x, lambda step: 1 / (1 + step))))(optimizer)
     compute, reports = SimpleLossCompute(model.generator, LabelSmoothing(7, 0, 0.1)), []
@@ -98,6 +99,49 @@ def test_numbers_of_the_optimizer_that_change_are_not_replayed(captures, monkeyp
     want = eager(monkeypatch, schedule=schedule)
     have = trained(schedule=schedule)
     assert captures == [] and have[1] == want[1]
+
+
+class Numbers:
+    """A schedule that assigns numbers."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        (options,) = self.optimizer.param_groups
+        options["lr"] = float(options["lr"]) * 0.7
+
+    def get_last_lr(self):
+        return [self.optimizer.param_groups[0]["lr"]]
+
+
+def test_a_learning_rate_that_is_assigned_is_not_replayed(captures, monkeypatch):
+    want = eager(monkeypatch, schedule=lambda x: LambdaLR(x, lambda step: 0.7**step))
+    have = trained(schedule=Numbers)
+    assert len(captures) == 2 and have[3] == pytest.approx(want[3])
+    for name, x in have[2].items():
+        torch.testing.assert_close(x, want[2][name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["state", "mode", "frozen"])
+def test_what_changes_within_an_epoch_is_not_replayed(captures, monkeypatch, change):
+    """By the data: after half of the batches."""
+
+    def batches():
+        yield from [*data()] * 2
+        optimizer, model = trained.optimizer, trained.model
+        if change == "state":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif change == "mode":
+            model.encoder.eval()
+        else:
+            model.src_embed.requires_grad_(False)
+        yield from [*data()] * 2
+
+    want = eager(monkeypatch, batches())
+    have = trained(batches())
+    assert len(captures) == 4 and have[1] == want[1]
+    assert all(torch.equal(x, want[2][name]) for name, x in have[2].items())
 
 
 def test_gradients_are_those_of_the_last_update(captures, monkeypatch):

@@ -27,7 +27,7 @@ class Seeds:
 
     @property
     def drawn(self) -> Tensor | None:
-        """The seeds of the whole model, [sites], if they are drawn."""
+        """The seeds of all sites, [sites]; None before the first site has asked for one."""
         return self._drawn[0] if self._drawn else None
 
     def of(self, site: int, device: torch.device) -> Tensor:

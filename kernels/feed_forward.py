@@ -17,6 +17,8 @@ well, followed by one elementwise kernel for h, or by nothing if torch's epilogu
 Gated (Shazeer 2020, "GLU Variants Improve Transformer"), with w [2 F, d] that holds both halves:
     [z, v] = x w^T + b    h = dropout(f(z) v)    y = h w_2^T + b_2
     dz = dh * Z * v * f'(z)    dv = dh * Z * f(z)
+With a limit, z is min(z, limit) and v is clamped to [-limit, limit] first, and the gradient of what
+lies outside is 0; with an offset, v + offset takes the place of v.
 All GEMMs are torch's own. In the forward one kernel computes h from [z, v], which is saved; in the
 backward one kernel computes h, dz and dv. The op `gated_activation` is that h of a z and a v that
 lie anywhere, without dropout; its backward computes dz and dv.
@@ -61,7 +63,12 @@ RELU = tl.constexpr(0)
 GELU = tl.constexpr(1)
 GELU_TANH = tl.constexpr(2)
 SILU = tl.constexpr(3)
-_KINDS = {"relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "silu": SILU}
+SIGMOID = tl.constexpr(4)
+RELU2 = tl.constexpr(5)
+_KINDS = {
+    "relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "silu": SILU, "sigmoid": SIGMOID,
+    "relu2": RELU2,
+}  # fmt: skip
 
 
 class Tiles(NamedTuple):
@@ -121,23 +128,33 @@ def ways(dtype: torch.dtype, relu_alone: bool) -> list[Tiles | str]:
 
 
 @triton.jit
-def _activate(z, KIND: tl.constexpr):
-    """Return f(z)."""
+def _activate(z, KIND: tl.constexpr, ALPHA: tl.constexpr = 1.0):
+    """Return f(z). ALPHA: silu is z sigmoid(ALPHA z)."""
     if KIND == RELU:
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif KIND == RELU2:
+        positive = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return positive * positive
+    elif KIND == SIGMOID:
+        return tl.sigmoid(z)
     elif KIND == GELU:  # z Phi(z)
         return 0.5 * z * (1.0 + tl.math.erf(z * 0.7071067811865476))
     elif KIND == GELU_TANH:  # 0.5 z (1 + tanh(u)), tanh(u) = 2 sigmoid(2u) - 1
         return z * tl.sigmoid(1.5957691216057308 * z * (1.0 + 0.044715 * z * z))
     else:
-        return z * tl.sigmoid(z)
+        return z * tl.sigmoid(z * ALPHA)
 
 
 @triton.jit
-def _derivative(z, KIND: tl.constexpr):
+def _derivative(z, KIND: tl.constexpr, ALPHA: tl.constexpr = 1.0):
     """Return f'(z)."""
     if KIND == RELU:
         return tl.where(z <= 0.0, 0.0, 1.0)
+    elif KIND == RELU2:
+        return 2.0 * tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif KIND == SIGMOID:
+        s = tl.sigmoid(z)
+        return s * (1.0 - s)
     elif KIND == GELU:  # Phi(z) + z phi(z)
         density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
         return 0.5 * (1.0 + tl.math.erf(z * 0.7071067811865476)) + z * density
@@ -145,8 +162,8 @@ def _derivative(z, KIND: tl.constexpr):
         s = tl.sigmoid(1.5957691216057308 * z * (1.0 + 0.044715 * z * z))
         return s + z * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
     else:
-        s = tl.sigmoid(z)
-        return s * (1.0 + z * (1.0 - s))
+        s = tl.sigmoid(z * ALPHA)
+        return s * (1.0 + z * ALPHA * (1.0 - s))
 
 
 class Size(NamedTuple):
@@ -195,9 +212,21 @@ class HiddenCase(NamedTuple):
     acc: Any
 
 
+class GateForm(NamedTuple):
+    """The numbers of a gated form: those of `gated_activation`, with a limit of 0 for none."""
+
+    alpha: Any = 1.0
+    limit: Any = 0.0
+    offset: Any = 0.0
+
+
+def _form(alpha: float = 1.0, limit: float | None = None, offset: float = 0.0) -> GateForm:
+    return GateForm(alpha, limit or 0.0, offset)
+
+
 class Case(NamedTuple):
-    """What an elementwise kernel is compiled for, with the fields of `HiddenCase`. `hidden`: the
-    backward of a gated layer computes h as well.
+    """What an elementwise kernel is compiled for, with the fields of `HiddenCase` and `GateForm`.
+    `hidden`: the backward of a gated layer computes h as well.
     """
 
     kind: Any
@@ -205,6 +234,9 @@ class Case(NamedTuple):
     wide: Any
     acc: Any
     hidden: Any
+    alpha: Any
+    limit: Any
+    offset: Any
 
 
 @triton.jit
@@ -340,6 +372,15 @@ def _activated(Z, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.cons
 
 
 @triton.jit
+def _clamped(z, v, case: tl.constexpr):
+    """Return z and v within the limit, and v + offset in the place of v."""
+    if case.limit > 0:
+        z = tl.minimum(z, case.limit, propagate_nan=tl.PropagateNan.ALL)
+        v = tl.clamp(v, -case.limit, case.limit, propagate_nan=tl.PropagateNan.ALL)
+    return z, v + case.offset
+
+
+@triton.jit
 def _gated(Z, V, HIDDEN, SEED, dropout, strides, size, tile: tl.constexpr, case: tl.constexpr):
     """One program owns a [BM, BN] tile of h = dropout(f(z) v).
 
@@ -350,7 +391,8 @@ def _gated(Z, V, HIDDEN, SEED, dropout, strides, size, tile: tl.constexpr, case:
     i, j, ok = _extent(i0, j0, size, tile, case.wide)
     z = _load(Z + _offsets(i0, i, j, strides.z), ok, case.acc)
     v = _load(V + _offsets(i0, i, j, strides.v), ok, case.acc)
-    h = _activate(z, case.kind) * v
+    z, v = _clamped(z, v, case)
+    h = _activate(z, case.kind, case.alpha) * v
     if case.dropout:
         h = tl.where(_keep(SEED, i0, j0, dropout, tile), h, 0.0) * dropout.inv_keep
     _store(HIDDEN + _offsets(i0, i, j, size.N), ok, h)
@@ -370,16 +412,20 @@ def _gated_backward(
     place = _offsets(i0, i, j, size.N)
     gradient = _offsets(i0, i, j, strides.gradient)
     dh = _load(DH + place, ok, case.acc)
-    z = _load(Z + _offsets(i0, i, j, strides.z), ok, case.acc)
-    v = _load(V + _offsets(i0, i, j, strides.v), ok, case.acc)
-    f = _activate(z, case.kind)
+    z_given = _load(Z + _offsets(i0, i, j, strides.z), ok, case.acc)
+    v_given = _load(V + _offsets(i0, i, j, strides.v), ok, case.acc)
+    z, v = _clamped(z_given, v_given, case)
+    f = _activate(z, case.kind, case.alpha)
     h = f * v
     if case.dropout:
         keep = _keep(SEED, i0, j0, dropout, tile)
         h = tl.where(keep, h, 0.0) * dropout.inv_keep
         dh = tl.where(keep, dh, 0.0) * dropout.inv_keep
-    dz = dh * v * _derivative(z, case.kind)  # dz = dh Z v f'(z)
+    dz = dh * v * _derivative(z, case.kind, case.alpha)  # dz = dh Z v f'(z)
     dv = dh * f  # dv = dh Z f(z)
+    if case.limit > 0:
+        dz = tl.where(z_given <= case.limit, dz, 0.0)
+        dv = tl.where(tl.abs(v_given) <= case.limit, dv, 0.0)
     if case.hidden:
         _store(HIDDEN + place, ok, h)
     _store(DZ + gradient, ok, dz)
@@ -405,12 +451,13 @@ def _elementwise(
     dropout: _Dropout,
     strides: GateStrides | None = None,
     hidden: bool = True,
+    form: GateForm | None = None,
 ) -> None:
     """Launch a kernel over the tiles of [M, N]. The tensors have one dtype, and are contiguous but
     for those of `strides`.
     """
-    x, (p, seed, shard) = tensors[0], dropout
-    own = kernel.fn.__name__, size, x.dtype, x.device, kind, p, shard, strides, hidden
+    x, (p, seed, shard), form = tensors[0], dropout, form or _form()
+    own = kernel.fn.__name__, size, x.dtype, x.device, kind, p, shard, strides, hidden, form
     key = *own, *map(alignment, (*tensors, seed))
     launch = plans.get(key)
     if launch is None:
@@ -419,7 +466,7 @@ def _elementwise(
         tuning_key = TuningKey(name, case, ELEMENTWISE, ELEMENTWISE_OPTIONS.copy)
         tile = choose(x.device, tuning_key)
         wide = tile.rows * max(size.N, *(strides or (0,))) >= 2**31
-        compiled = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)), hidden)
+        compiled = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)), hidden, *form)
         given = {} if strides is None else dict(strides=strides)
         arguments = dict(
             dropout=dropout_arguments(p, shard),
@@ -592,34 +639,41 @@ def backward(
 # ------------------------------------------------------------------------------------------- gated
 
 
-def _register_gated(op: str, kind: str) -> tuple:
-    """Register the op and its backward for one activation, and return their launchers."""
+_FORM = ", float alpha, float? limit, float offset"
+
+
+def _register_gated(op: str, kind: str, form: str = "") -> tuple:
+    """Register the op and its backward for one activation, and return their launchers. form: the
+    numbers of its form in its schema.
+    """
 
     @register(
         f"{op}(Tensor input, Tensor w, Tensor? b, Tensor w_2, Tensor? b_2, float dropout_p, "
-        "Tensor? dropout_seed, SymInt[]? shard) -> (Tensor output, Tensor saved)",
+        f"Tensor? dropout_seed, SymInt[]? shard{form}) -> (Tensor output, Tensor saved)",
         _fake,
     )
-    def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard):
+    def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard, *numbers):
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
         x = input.reshape(rows, input.shape[-1])
         z = torch.nn.functional.linear(x, w, b)
         hidden = x.new_empty(rows, width)
         dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
         tensors, strides = (*z.chunk(2, 1), hidden), GateStrides(*[2 * width] * 3)
-        _elementwise(_gated, Size(rows, width), tensors, kind, dropout, strides)
+        form = _form(*numbers)
+        _elementwise(_gated, Size(rows, width), tensors, kind, dropout, strides, form=form)
         output = torch.nn.functional.linear(hidden, w_2, b_2)
         lead = input.shape[:-1]
         return output.view(*lead, w_2.shape[0]), z.view(*lead, 2 * width)
 
     @register(
         f"{op}_backward(Tensor grad_output, Tensor input, Tensor w, Tensor? b, Tensor w_2, "
-        "Tensor? b_2, float dropout_p, Tensor? dropout_seed, SymInt[]? shard, Tensor saved, "
+        f"Tensor? b_2, float dropout_p, Tensor? dropout_seed, SymInt[]? shard{form}, Tensor saved, "
         "bool[] needs) "
         "-> (Tensor grad_input, Tensor grad_w, Tensor grad_b, Tensor grad_w_2, Tensor grad_b_2)",
         _fake_backward,
     )
-    def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, shard, saved, needs):
+    def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, shard, *rest):
+        *numbers, saved, needs = rest
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
         dy = grad_output.reshape(rows, w_2.shape[0])
         z = saved.reshape(rows, 2 * width).contiguous()
@@ -628,14 +682,15 @@ def _register_gated(op: str, kind: str) -> tuple:
         tensors = dh, *z.chunk(2, 1), *dz.chunk(2, 1), hidden
         size, strides = Size(rows, width), GateStrides(*[2 * width] * 3)
         dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
-        _elementwise(_gated_backward, size, tensors, kind, dropout, strides)
+        form = _form(*numbers)
+        _elementwise(_gated_backward, size, tensors, kind, dropout, strides, form=form)
         return _gradients(dy, hidden, dz, input, w, needs)
 
     return forward, backward
 
 
 geglu_forward, geglu_backward = _register_gated("geglu", "gelu")
-swiglu_forward, swiglu_backward = _register_gated("swiglu", "silu")
+swiglu_forward, swiglu_backward = _register_gated("swiglu", "silu", _FORM)
 
 
 def _fake_activation(gate, *_):
@@ -652,32 +707,34 @@ def _read_in_place(gate, value) -> tuple[Tensor, Tensor, GateStrides]:
 
 
 @register(
-    "gated_activation(Tensor gate, Tensor value, str activation) -> Tensor output",
+    f"gated_activation(Tensor gate, Tensor value, str activation{_FORM}) -> Tensor output",
     _fake_activation,
 )
-def activation_forward(gate, value, activation):
+def activation_forward(gate, value, activation, alpha, limit, offset):
     """Launch the kernel of f(gate) value."""
     output = gate.new_empty(gate.shape)
     if output.numel():
         z, v, strides = _read_in_place(gate, value)
         size = Size(output.shape[:-1].numel(), output.shape[-1])
-        _elementwise(_gated, size, (z, v, output), activation, _Dropout(), strides)
+        form = _form(alpha, limit, offset)
+        _elementwise(_gated, size, (z, v, output), activation, _Dropout(), strides, form=form)
     return output
 
 
 @register(
-    "gated_activation_backward(Tensor grad_output, Tensor gate, Tensor value, str activation, "
-    "bool[] needs) -> (Tensor grad_gate, Tensor grad_value)",
+    f"gated_activation_backward(Tensor grad_output, Tensor gate, Tensor value, str activation"
+    f"{_FORM}, bool[] needs) -> (Tensor grad_gate, Tensor grad_value)",
     lambda _, gate, value, *__: (gate.new_empty(gate.shape), value.new_empty(value.shape)),
 )
-def activation_backward(grad_output, gate, value, activation, needs):
+def activation_backward(grad_output, gate, value, activation, alpha, limit, offset, needs):
     """Launch the kernel of both gradients."""
     dz, dv = gate.new_empty(gate.shape), value.new_empty(value.shape)
     if dz.numel():
         z, v, strides = _read_in_place(gate, value)
         dh, size = grad_output.contiguous(), Size(dz.shape[:-1].numel(), dz.shape[-1])
         tensors = dh, z, v, dz, dv, dz  # h is not computed
-        _elementwise(_gated_backward, size, tensors, activation, _Dropout(), strides, hidden=False)
+        options = _Dropout(), strides, False, _form(alpha, limit, offset)
+        _elementwise(_gated_backward, size, tensors, activation, *options)
     return dz, dv
 
 

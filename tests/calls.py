@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import fastformer as ff
+from fastformer.ops.feed_forward.reference import ACTIVATIONS
 
 
 class Draw:
@@ -272,7 +273,7 @@ def fed(draw, halves, names):
 
 def feed_forward(draw):
     tensors, options = fed(draw, 1, ("w_1", "b_1"))
-    return tensors, {"activation": draw.one("relu", "gelu", "gelu_tanh", "silu"), **options}
+    return tensors, {"activation": draw.one(*ACTIVATIONS), **options}
 
 
 def geglu(draw):
@@ -280,14 +281,21 @@ def geglu(draw):
 
 
 def swiglu(draw):
-    return fed(draw, 2, ("w", "b"))
+    tensors, options = fed(draw, 2, ("w", "b"))
+    return tensors, options | gate_form(draw, "silu")
+
+
+def gate_form(draw, activation):
+    """The numbers of a gated form."""
+    alpha = draw.one(1.0, 1.702) if activation == "silu" else 1.0
+    return {"alpha": alpha, "limit": draw.one(None, 0.7, 7), "offset": draw.one(0, 1.0)}
 
 
 def gated_activation(draw):
     shape = *draw.lead(), draw.size(most=40)
-    return {"gate": draw.normal(*shape, scale=2.0), "value": draw.normal(*shape)}, {
-        "activation": draw.one("silu", "gelu", "gelu_tanh", "relu")
-    }
+    activation = draw.one(*ACTIVATIONS)
+    tensors = {"gate": draw.normal(*shape, scale=2.0), "value": draw.normal(*shape)}
+    return tensors, {"activation": activation, **gate_form(draw, activation)}
 
 
 def embed(draw):

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import re
 import sys
@@ -185,6 +186,7 @@ def _classes(ill: bool, dtype: torch.dtype, rows: int, v: int, width: int = 0) -
 
 
 _DROPOUT = {"dropout_p": 0.1, "dropout_seed": 7}
+_CLAMPED = {"alpha": 1.702, "limit": 1.0, "offset": 1.0}
 _LENGTHS = {"key_lengths": lambda: torch.tensor([100, 37])}
 _NONE = {"reduction": "none", "label_smoothing": 0.1}
 _KL = {"reduction": "sum", "smoothing": "kl", "ignore_index": 0, "label_smoothing": 0.1}
@@ -232,13 +234,14 @@ CASES = [
     Case("feed_forward", "256, 128 -> 512, relu", _layers, (256, 128, 512), {}, False),
     *(
         Case("feed_forward", f"100, 64 -> 256, {act}", _layers, (100, 64, 256), {"activation": act})
-        for act in ("gelu", "gelu_tanh", "silu")
+        for act in ("gelu", "gelu_tanh", "silu", "sigmoid")
     ),
     Case("geglu", "37, 24 -> 70", _layers, (37, 24, 70, 2)),
     Case("geglu", "256, 128 -> 512", _layers, (256, 128, 512, 2), {}, False),
     Case("swiglu", "37, 24 -> 70", _layers, (37, 24, 70, 2)),
     Case("swiglu", "256, 128 -> 512", _layers, (256, 128, 512, 2), {}, False),
     Case("gated_activation", "37 x 70", _halves, (37, 70)),
+    Case("gated_activation", "37 x 70, clamped", _halves, (37, 70), _CLAMPED),
     Case("embed", "3 x 7, N 40, dropout", _embedded, (3, 7, 23, 40), _DROPOUT),
     Case("embed", "8 x 64, N 512", _embedded, (8, 64, 200, 512), {}, False),
     Case("rotary_embedding", "2 x 30, D 64, norms", _rotary, (2, 4, 30, 64, 64)),
@@ -360,6 +363,11 @@ def _gated(activation):
     return run
 
 
+def _gated_activation(gate, value, alpha=1.0, limit=math.inf, offset=0.0):
+    gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+    return gate * (alpha * gate).sigmoid() * (value + offset)
+
+
 def _embed(weight, positional, tokens, dropout_p=0.0, dropout_seed=0):
     x = F.embedding(tokens, weight) * weight.shape[1] ** 0.5 + positional
     return _drop(x, dropout_p, dropout_seed) if dropout_p else x
@@ -391,7 +399,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "feed_forward": _feed_forward,
     "geglu": _gated(F.gelu),
     "swiglu": _gated(F.silu),
-    "gated_activation": lambda gate, value: F.silu(gate) * value,
+    "gated_activation": _gated_activation,
     "embed": _embed,
     "rotary_embedding": lambda **inputs: torch.cat(rotary_embedding(**inputs), 1),
     "cross_entropy": _cross_entropy,

@@ -97,6 +97,8 @@ def _facts(op: str, size: int, kind: str) -> Case:
         return {"length": 4096, "queries": 1, "page": 0, **NOTHING, **DECODED[kind]}
     if op == "feed_forward":
         return {"activation": words[0], "dropout": drop}
+    if op == "gated_activation":
+        return {"limit": kind == "limit"}
     if op == "layer_norm":
         return {"unbiased": kind == "unbiased"}
     if op == "rotary_embedding":
@@ -172,12 +174,12 @@ _add("sm_90", "cross_entropy", "fp32", (32768,))
 for _v in (32768, 50257):
     _case = CASES[f"sm_90 cross_entropy bf16 V={_v}"]
     CASES[f"sm_90 cross_entropy bf16 V={_v} ahead"] = {**_case, "ahead": True}
-_ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu"
+_ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu2"
 _add("sm_90", "feed_forward", "bf16", (1024,), _dropped(_ACTIVATIONS, *_BOTH))
 _add("sm_90", "feed_forward", "fp32", (1024,), _dropped(["relu", "gelu"]))
 for _op, _dtype in (("geglu", "bf16"), ("geglu", "fp32"), ("swiglu", "bf16")):
     _add("sm_90", _op, _dtype, (4096,))
-_add("sm_90", "gated_activation", "bf16", (4096,))
+_add("sm_90", "gated_activation", "bf16", (4096,), ["", "limit"])
 for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "other"):
     _add(_arch, "decode", "bf16", (128, 256), [_CAUSAL])
     _add(_arch, "decode", "bf16", (128,), ["pages of 16"])

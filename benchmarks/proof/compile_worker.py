@@ -439,8 +439,9 @@ def call_gated(case: dict[str, Any], recorder: Recorder) -> None:
 
 def call_gated_activation(case: dict[str, Any], recorder: Recorder) -> None:
     gate, value = (empty(512, case["n"], dtype=DTYPES[case["dtype"]]) for _ in range(2))
-    output = feed_forward.activation_forward(gate, value, "silu")
-    feed_forward.activation_backward(output, gate, value, "silu", [True, True])
+    form = (1.702, 7.0, 1.0) if case["limit"] else (1.0, None, 0.0)
+    output = feed_forward.activation_forward(gate, value, "silu", *form)
+    feed_forward.activation_backward(output, gate, value, "silu", *form, [True, True])
 
 
 def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:

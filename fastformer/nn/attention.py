@@ -99,6 +99,8 @@ class MultiHeadedAttention(AliasedModule):
             features, `query_norm` and `key_norm`.
         sinks: if True, the module has a parameter `sinks` [h], which starts as zeros: the `sinks`
             of `scaled_dot_product_attention`, with which a head may attend to nothing.
+        gate: if True, the module has a linear layer `gate` of d_model features, and returns
+            `linears[3](sigmoid(gate(query)) * concat(head_0 .. head_{h-1}))`.
 
     If `keep_attention` is True, `attn` holds the weights of the last call, [B, h, T, S], detached,
     before dropout, zeros for a query that sees no key; of a packed batch, those of the tokens of
@@ -111,7 +113,8 @@ class MultiHeadedAttention(AliasedModule):
         TypeError: the dtypes differ from each other or from the parameters, or are not floating.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; kv_heads: Ainslie et
-    al. 2023, "GQA", section 2.2; sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card".
+    al. 2023, "GQA", section 2.2; sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card";
+    gate: Qiu et al. 2025, "Gated Attention for Large Language Models", section 2.2.
     """
 
     spellings: ClassVar[dict[str, str]] = {
@@ -123,6 +126,7 @@ class MultiHeadedAttention(AliasedModule):
 
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
+    gate: nn.Linear | None
 
     def __init__(
         self,
@@ -133,6 +137,7 @@ class MultiHeadedAttention(AliasedModule):
         *,
         qk_norm: bool = False,
         sinks: bool = False,
+        gate: bool = False,
     ) -> None:
         super().__init__()
         kv_heads = h if kv_heads is None else kv_heads
@@ -150,6 +155,8 @@ class MultiHeadedAttention(AliasedModule):
         self.query_norm, self.key_norm = (RMSNorm(self.d_k) if normed else None for _ in range(2))
         own = nn.Parameter(torch.zeros(h)) if checks.require_flag("sinks", sinks) else None
         self.register_parameter("sinks", own)
+        gated = checks.require_flag("gate", gate)
+        self.gate = nn.Linear(d_model, d_model) if gated else None
         self.dropout = make_dropout(dropout)
         self.keep_attention = False
         self.attn: Tensor | None = None
@@ -241,7 +248,7 @@ class MultiHeadedAttention(AliasedModule):
         more = dict(enable_gqa=grouped, dropout_seed=dropout_seed)
         out = joint_attention(op, projected, rotation, *given, **more, **options)
         self._keep_weights(q, k, mask, options)
-        return linears[3](out.transpose(1, 2).flatten(2))
+        return self._output(query, out.transpose(1, 2).flatten(2))
 
     def _forward_cached(
         self,
@@ -284,7 +291,7 @@ class MultiHeadedAttention(AliasedModule):
         out = cache.attend(q, mask, dropout_probability(self.dropout), **options)
         if self.keep_attention:
             self.attn = cache.weights(q, mask, **options).detach()
-        return linears[3](out.transpose(1, 2).flatten(2))
+        return self._output(first, out.transpose(1, 2).flatten(2))
 
     def _forward_packed(
         self,
@@ -327,7 +334,13 @@ class MultiHeadedAttention(AliasedModule):
             if options["bias"] is not None:
                 options["bias"] = pad(options["bias"].detach(), packing)[:, None, None]
             self._keep_weights(q, k, real, options)
-        return linears[3](out.flatten(1))
+        return self._output(inputs["query"], out.flatten(1))
+
+    def _output(self, query: Tensor, heads: Tensor) -> Tensor:
+        """Return the projection of the concatenated heads [.., d_model], after the gate."""
+        if self.gate is not None:
+            heads = functional.gated_activation(self.gate(query), heads, "sigmoid")
+        return self.linears[3](heads)
 
     def _query_packing(
         self, query_packing: Packing | None, packing: Packing, options: dict[str, Any]

@@ -22,8 +22,9 @@ class PositionwiseFeedForward(AliasedModule):
         d_ff: hidden features. A gated form has 3 d_model d_ff weights instead of 2 d_model d_ff;
             with two thirds of the d_ff it has as many as the other forms.
         dropout: probability that a hidden element is dropped, in training.
-        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu"; or a gated form, "geglu" or
-            "swiglu", where the first d_ff rows of w_1 compute z and the last d_ff rows v.
+        activation: "relu", "gelu" (by erf), "gelu_tanh", "silu", "sigmoid" or "relu2", the square
+            of relu; or a gated form, "geglu" or "swiglu", where the first d_ff rows of w_1 compute
+            z and the last d_ff rows v.
 
     forward(x, dropout_seed=None): x [..., d_model] -> [..., d_model]. dropout_seed: as in
     `feed_forward`.

@@ -82,7 +82,8 @@ def make_model(
         norm_first: True for pre-norm, x + sublayer(norm(x)), with a norm after the last layer;
             False for post-norm, as in the paper: norm(x + sublayer(x)), without a further norm,
             because the last layer ends with one.
-        activation: of the feed-forward: "relu", "gelu", "gelu_tanh", "silu", "geglu" or "swiglu".
+        activation: of the feed-forward: "relu", "gelu", "gelu_tanh", "silu", "sigmoid",
+            "relu2", "geglu" or "swiglu".
         norm: "layer" or "rms".
         kv_heads: heads of keys and values, a divisor of h; h by default.
         learned_positions: if True, the positions are parameters that start as the sinusoid.

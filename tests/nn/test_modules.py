@@ -223,7 +223,8 @@ def tutorial_heads(m, query, key, value, mask=None):
         total = weights.sum(-1, keepdim=True) + (0.0 if m.sinks is None else m.sinks[i].exp())
         weights = weights / total.clamp_min(1e-300)
         heads.append(torch.einsum("bts,bsd->btd", weights, v[..., part]))
-    return m.linears[3](torch.cat(heads, -1))
+    gates = 1.0 if m.gate is None else 1 / (1 + (-m.gate(query)).exp())
+    return m.linears[3](gates * torch.cat(heads, -1))
 
 
 def padding(b=B, s=S):
@@ -266,6 +267,30 @@ def test_grouped_heads_and_sinks(kv_heads, sinks, backend, device):
     torch.testing.assert_close(out, m.linears[3](joined))
 
 
+def test_gate(backend, device):
+    """sigmoid(gate(query)) multiplies the heads: padded, packed and with a cache."""
+    m = randomised(MultiHeadedAttention(4, D, 0.0, 2, gate=True), device)
+    query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
+    check(m, tutorial_heads, [query, key, value], padding().to(device))
+    check_packed_and_cached(m, device)
+    with pytest.raises(TypeError, match="gate is"):
+        MultiHeadedAttention(4, D, gate="no")
+
+
+def check_packed_and_cached(m, device):
+    m.eval()
+    x, lengths = torch.randn(B, S, D, device=device), torch.tensor([S, 3], device=device)
+    want = m(x, x, x, key_lengths=lengths, is_causal=True)
+    tokens, packing = ff.unpad(x, lengths)
+    out = m(tokens, tokens, tokens, packing, is_causal=True)
+    torch.testing.assert_close(out, ff.unpad(want, packing)[0])
+    with torch.no_grad():
+        cache = ff.KVCache(B, 2, S, D // 4)
+        steps = [m(x[:, n : n + 1], *[x[:, n : n + 1]] * 2, cache=cache) for n in range(S)]
+    want = m(x, x, x, is_causal=True)
+    torch.testing.assert_close(torch.cat(steps, 1), want)
+
+
 def test_sinks_are_a_part_of_the_state(device):
     m = randomised(MultiHeadedAttention(4, D, 0.0, sinks=True), device)
     twin = MultiHeadedAttention(4, D, 0.0, sinks=True).to(device)
@@ -280,17 +305,8 @@ def test_sinks_are_a_part_of_the_state(device):
 
 
 def test_sinks_without_padding_and_with_a_cache(backend, device):
-    m = randomised(MultiHeadedAttention(4, D, 0.0, 2, sinks=True), device).eval()
-    x, lengths = torch.randn(B, S, D, device=device), torch.tensor([S, 3], device=device)
-    want = m(x, x, x, key_lengths=lengths, is_causal=True)
-    tokens, packing = ff.unpad(x, lengths)
-    out = m(tokens, tokens, tokens, packing, is_causal=True)
-    torch.testing.assert_close(out, ff.unpad(want, packing)[0])
-    with torch.no_grad():
-        cache = ff.KVCache(B, 2, S, D // 4)
-        steps = [m(x[:, n : n + 1], *[x[:, n : n + 1]] * 2, cache=cache) for n in range(S)]
-    want = m(x, x, x, is_causal=True)
-    torch.testing.assert_close(torch.cat(steps, 1), want)
+    m = MultiHeadedAttention(4, D, 0.0, 2, sinks=True)
+    check_packed_and_cached(randomised(m, device), device)
 
 
 def test_multi_headed_attention_masks_by_head(device):

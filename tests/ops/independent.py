@@ -253,6 +253,8 @@ ACTIVATIONS = {
     "gelu": lambda z: z * (1 + erf(z / math.sqrt(2))) / 2,
     "gelu_tanh": lambda z: z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2,
     "silu": lambda z: z / (1 + np.exp(-z)),
+    "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+    "relu2": lambda z: np.where(z.real > 0, z, 0) ** 2,
 }
 
 
@@ -273,16 +275,20 @@ def feed_forward(
 
 
 def gated(kind):
-    def function(input, w, b, w_2, b_2, *, dropout_p=0.0, dropout_seed=0, shard=None):
+    def function(input, w, b, w_2, b_2, *, dropout_p=0.0, dropout_seed=0, shard=None, **form):
         z, v = np.split(linear(input, w, b), 2, -1)
-        h = ACTIVATIONS[kind](z) * v
+        (h,) = gated_activation(z, v, activation=kind, **form)
         return [linear(hidden_factors(h.shape, dropout_p, dropout_seed, shard) * h, w_2, b_2)]
 
     return function
 
 
-def gated_activation(gate, value, *, activation="silu"):
-    return [ACTIVATIONS[activation](gate) * value]
+def gated_activation(gate, value, *, activation="silu", alpha=1.0, limit=None, offset=0.0):
+    if limit is not None:
+        gate = np.where(gate.real <= limit, gate, limit)
+        value = np.where(abs(value.real) <= limit, value, np.sign(value.real) * limit)
+    f = ACTIVATIONS[activation](gate) if alpha == 1 else gate / (1 + np.exp(-alpha * gate))
+    return [f * (value + offset)]
 
 
 # ------------------------------------------------------------------------------- embedding, losses

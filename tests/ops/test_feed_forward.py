@@ -31,7 +31,7 @@ def inputs(*lead, d=24, width=70, out=20, dtype=torch.float32, device="cpu", bia
 @pytest.mark.sample
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations(backend, device, against_oracle, activation, dtype, dropout_p):
     x = inputs(3, 11, dtype=dtype, device=device)
     rule = {"activation": activation, "dropout_p": dropout_p, "dropout_seed": 5}
@@ -89,7 +89,7 @@ def taken(monkeypatch):
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_torchs_first_gemm(taken, device, against_oracle, activation, dtype, dropout_p):
     x = inputs(3, 11, dtype=dtype, device=device)
     rule = {"activation": activation, "dropout_p": dropout_p, "dropout_seed": 5}
@@ -163,7 +163,7 @@ def test_empty(backend, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "geglu", "swiglu"])
+@pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "sigmoid", "relu2", "geglu", "swiglu"])
 def test_rounded_once(device, kind, dtype):
     """With identities for its weights the op is its activation: of 16 bits, it and its derivative
     are rounded at their end alone.
@@ -279,7 +279,7 @@ def test_gated_by_its_parts(backend, device, op):
     torch.testing.assert_close(GATED[op](**x), F.linear(hidden, x["w_2"], x["b_2"]))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 def test_gated_activation(backend, device, against_oracle, dtype, activation):
     """The halves of a product, and a transposed value, are read where they lie or copied."""
@@ -287,6 +287,37 @@ def test_gated_activation(backend, device, against_oracle, dtype, activation):
     value = torch.randn(17, 3, 70, device=device).to(dtype).transpose(0, 1)
     for gate, v in (halves.chunk(2, -1), (halves[..., 70:], value), (halves[0, 0], halves[0, 1])):
         against_oracle(functional.gated_activation, dict(gate=gate, value=v), activation=activation)
+
+
+FORMS = {
+    "gpt-oss": {"alpha": 1.702, "limit": 0.5, "offset": 1.0},
+    "limit": {"limit": 0.5},
+    "alpha": {"alpha": 2.0},
+    "offset": {"offset": -0.5},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_gated_forms(backend, device, against_oracle, form, dtype):
+    x = gated(40, dtype=dtype, device=device)
+    against_oracle(functional.swiglu, x, dropout_p=0.3, dropout_seed=5, **FORMS[form])
+    gate, value = torch.randn(2, 3, 17, 70, device=device).to(dtype)
+    against_oracle(functional.gated_activation, dict(gate=gate, value=value), **FORMS[form])
+
+
+def test_clamped_swiglu_of_gpt_oss(backend, device):
+    """As its model card has it, of halves that alternate; the gradient of what is clamped is 0."""
+    both = (4 * torch.randn(9, 80, device=device)).requires_grad_()
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+    want = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    form = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
+    have = functional.gated_activation(both[..., ::2], both[..., 1::2], **form)
+    torch.testing.assert_close(have, want)
+    grad = torch.randn(9, 40, device=device)
+    first, second = (torch.autograd.grad(x, both, grad)[0] for x in (have, want))
+    torch.testing.assert_close(first, second)
+    assert (both.abs() > 7).any() and (first == 0).any()
 
 
 def test_gated_activation_at_zero(backend, device):
@@ -342,6 +373,8 @@ def test_a_planted_bug_is_caught(device, against_oracle, plant_and_check, bug):
             against_oracle(functional.feed_forward, x, **rule)
         for op in GATED.values():
             against_oracle(op, gated(40, device=device), dropout_p=0.3, dropout_seed=5)
+        form = FORMS["gpt-oss"]
+        against_oracle(functional.swiglu, gated(40, device=device), **form)
 
     plant_and_check(feed_forward, BUGS.get(bug), check)
 
@@ -358,7 +391,11 @@ ZEROS = torch.zeros
         ({"b_1": ZEROS(71)}, ValueError, r"b_1 has shape \[71\]; expected \[70\]"),
         ({"b_2": ZEROS(20).half()}, TypeError, "b_2 has dtype torch.float16"),
         ({"w_1": ZEROS(70, 24, device="meta")}, ValueError, "w_1 is on meta"),
-        ({"activation": "tanh"}, ValueError, "'tanh'; expected one of relu, gelu, gelu_tanh, silu"),
+        (
+            {"activation": "tanh"},
+            ValueError,
+            "'tanh'; expected one of relu, gelu, gelu_tanh, silu, sig",
+        ),
         ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1"),
     ],
 )

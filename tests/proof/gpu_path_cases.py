@@ -366,7 +366,7 @@ def hidden(**given: Any) -> Callable[[], Tensors]:
     }  # fmt: skip
 
 
-for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+for activation in ("relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu2"):
     case("feed_forward", f"feed_forward, {activation}", hidden(),
          ("dense", "shifted") if activation == "gelu" else ("dense", "padded", "strided"),
          activation=activation, sampled=activation == "gelu", **DROPOUT)  # fmt: skip

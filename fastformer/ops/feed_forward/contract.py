@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from fastformer.checks import (
     require_choice,
     require_dropout,
     require_floating,
+    require_number,
+    require_positive,
     seed_tensor,
     shape_of,
     wrong_shape,
@@ -45,7 +48,8 @@ def feed_forward(
         input: [..., d], float32, float16, bfloat16 or float64.
         w_1: [d_ff, d], b_1: [d_ff] or None, as nn.Linear stores them.
         w_2: [d_out, d_ff], b_2: [d_out] or None.
-        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu".
+        activation: "relu", "gelu" (by erf), "gelu_tanh", "silu", "sigmoid" or "relu2", the square
+            of relu.
         dropout_p: probability in [0, 1] that a hidden element is dropped, as in
             `scaled_dot_product_attention`.
         dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of the seed and
@@ -64,7 +68,7 @@ def feed_forward(
         TypeError: dtypes that differ or are not floating.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; GELU: Hendrycks and
-    Gimpel 2016; SiLU: Elfwing et al. 2017.
+    Gimpel 2016; SiLU: Elfwing et al. 2017; relu2: So et al. 2021, "Primer", section 4.
     """
     usual = type(dropout_p) is float and 0.0 <= dropout_p <= 1.0 and shard is None
     drawn = dropout_seed is None or type(dropout_seed) is Tensor
@@ -123,7 +127,7 @@ def geglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return _gated("geglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, shard)
+    return _gated("geglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, shard, {})
 
 
 def swiglu(
@@ -136,6 +140,9 @@ def swiglu(
     *,
     dropout_seed: int | Tensor | None = None,
     shard: Sequence[int] | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
 ) -> Tensor:
     """Compute dropout(silu(z) v) w_2^T + b_2, with [z, v] = input w^T + b: `geglu` with silu.
 
@@ -143,44 +150,66 @@ def swiglu(
         input, w, b, w_2, b_2: [..., d], [2 d_ff, d], [2 d_ff], [d_out, d_ff] and [d_out], as in
             `geglu`.
         dropout_p, dropout_seed, shard: as in `feed_forward`.
+        alpha, limit, offset: as in `gated_activation`.
 
     Returns:
         [..., d_out] in the dtype of the input.
 
     Raises:
-        ValueError, TypeError: what `geglu` raises.
+        ValueError, TypeError: what `geglu` and `gated_activation` raise.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return _gated("swiglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, shard)
+    form = _form("silu", alpha, limit, offset)
+    return _gated("swiglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, shard, form)
 
 
-def gated_activation(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
+def gated_activation(
+    gate: Tensor,
+    value: Tensor,
+    activation: str = "silu",
+    *,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> Tensor:
     """Compute f(gate) * value, elementwise: what lies between the GEMMs of a gated feed-forward
     layer whose weights are not joined, or are no plain weights (adapters, quantized weights).
+
+    With "sigmoid" it is the gate of an attention output. With alpha = 1.702, limit = 7 and
+    offset = 1 it is the clamped SwiGLU of gpt-oss,
+    g sigmoid(alpha g) (v + offset), g = min(gate, limit), v = min(max(value, -limit), limit).
 
     One kernel computes it and one kernel both gradients, from gate and value, which are saved.
 
     Args:
         gate, value: [..., d_ff], float32, float16, bfloat16 or float64, of one shape and dtype, any
             strides: the halves of a joined product are read where they lie.
-        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        activation: "silu", "gelu", "gelu_tanh", "relu", "sigmoid" or "relu2", the square of relu.
+        alpha: silu is gate sigmoid(alpha gate); 1 for the other activations.
+        limit: a number above 0, or None: gate is at most limit, and value is clamped to
+            [-limit, limit]. The gradient of what lies outside is 0.
+        offset: a number that is added to value, after the limit.
 
     Returns:
         [..., d_ff] in the dtype of gate, computed in float32 (float64 for float64).
 
     Raises:
-        ValueError: scalars, shapes that differ, an unknown activation, tensors on several devices.
-        TypeError: dtypes that differ or are not floating.
+        ValueError: scalars, shapes that differ, an unknown activation, an alpha beside another
+            activation than silu, a number out of its range, tensors on several devices.
+        TypeError: dtypes that differ or are not floating, alpha, limit or offset that is no number.
 
-    Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2; the limit: OpenAI 2025,
+    "gpt-oss-120b & gpt-oss-20b Model Card"; sigmoid: Qiu et al. 2025, "Gated Attention for Large
+    Language Models"; relu2: So et al. 2021, "Primer", section 4.
     """
     gate, value = autocast(gate, value)
     require_floating(gate=gate, value=value)
     if gate.dim() < 1 or gate.shape != value.shape:
         raise wrong_shape("value", value, f"[..., d_ff] as gate {shape_of(gate)}")
     require_choice("activation", activation, ACTIVATIONS)
-    return backends.run("gated_activation", gate=gate, value=value, activation=activation)
+    form = _form(activation, alpha, limit, offset)
+    return backends.run("gated_activation", gate=gate, value=value, activation=activation, **form)
 
 
 def _gated(
@@ -189,15 +218,27 @@ def _gated(
     dropout_p: float,
     dropout_seed: int | Tensor | None,
     shard: Sequence[int] | None,
+    form: dict[str, Any],
 ) -> Tensor:
-    """Check the arguments of a gated feed-forward layer, and run it."""
+    """Check the arguments of a gated feed-forward layer, and run it. form: what `_form` returns."""
     tensors: dict[str, Any] = dict(zip(("input", "w", "b", "w_2", "b_2"), autocast(*given)))
     _require_layers(2, **tensors)
     input, p = tensors["input"], require_dropout("dropout_p", dropout_p)
     seed = seed_tensor(dropout_seed, p, input.device)
     if shard is not None:
         shard = _hidden_shard(shard, input, tensors["w_2"].shape[1], p)
-    return backends.run(op, **tensors, dropout_p=p, dropout_seed=seed, shard=shard)
+    return backends.run(op, **tensors, dropout_p=p, dropout_seed=seed, shard=shard, **form)
+
+
+def _form(activation: str, alpha: float, limit: float | None, offset: float) -> dict[str, Any]:
+    """Check the numbers of a gated form, and return them by name."""
+    alpha, offset = require_positive("alpha", alpha), require_number("offset", offset)
+    if not math.isfinite(offset):
+        raise ValueError(f"offset is {offset}; expected a finite number")
+    if alpha != 1 and activation != "silu":
+        raise ValueError(f"alpha is {alpha} beside activation {activation!r}; expected 'silu'")
+    limit = None if limit is None else require_positive("limit", limit)
+    return {"alpha": alpha, "limit": limit, "offset": offset}
 
 
 def _hidden_shard(shard: Sequence[int], x: Tensor, columns: int, p: float) -> RowShard | None:

@@ -21,6 +21,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -106,9 +108,10 @@ def _gated(
     *,
     dropout_seed: Tensor | None = None,
     shard: RowShard | None = None,
+    **form: Any,
 ) -> Tensor:
     z, v = F.linear(input, w, b).chunk(2, -1)
-    hidden = ACTIVATIONS[activation](z) * v
+    hidden = gated_activation(z, v, activation, **form)
     if dropout_p > 0:
         assert dropout_seed is not None
         rows, width = math.prod(input.shape[:-1]), w_2.shape[1]
@@ -120,5 +123,16 @@ def _gated(
 geglu, swiglu = (functools.partial(_gated, activation) for activation in ("gelu", "silu"))
 
 
-def gated_activation(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
-    return ACTIVATIONS[activation](gate) * value
+def gated_activation(
+    gate: Tensor,
+    value: Tensor,
+    activation: str = "silu",
+    *,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> Tensor:
+    if limit is not None:
+        gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+    activated = ACTIVATIONS[activation](gate) if alpha == 1 else gate * (alpha * gate).sigmoid()
+    return activated * (value + offset if offset else value)

@@ -111,6 +111,11 @@ def require_positive(name: str, x: float) -> float:
     return x
 
 
+def checked_softcap(softcap: float | None) -> float | None:
+    """Require a positive, finite number or None."""
+    return None if softcap is None else require_positive("softcap", softcap)
+
+
 def require_not_negative(name: str, x: float) -> float:
     """Require a finite number that is not negative."""
     x = require_number(name, x)

@@ -340,6 +340,13 @@ def losses(draw, lead, classes):
         "smoothing": draw.one("uniform", "kl"),
         "ignore_index": draw.one(int(draw.random.integers(classes)), -100),
     }
+    if draw.often(0.3):
+        options["weight"] = draw.normal(classes).abs() + 0.2
+    if draw.often(0.3):
+        options["z_loss"] = 0.1
+    if draw.often(0.3):
+        options |= {"softcap": 3.0, "temperature": 0.7}
+    options["return_entropy"] = draw.often(0.3)
     if options["smoothing"] == "kl":  # whose formula in `independent` has a padding class
         options["ignore_index"] %= classes
     if options["reduction"] == "mean" and (target == options["ignore_index"]).all():

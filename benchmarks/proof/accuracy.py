@@ -189,6 +189,7 @@ _DROPOUT = {"dropout_p": 0.1, "dropout_seed": 7}
 _CLAMPED = {"alpha": 1.702, "limit": 1.0, "offset": 1.0}
 _LENGTHS = {"key_lengths": lambda: torch.tensor([100, 37])}
 _NONE = {"reduction": "none", "label_smoothing": 0.1}
+_FORM = {"reduction": "none", "z_loss": 1e-3, "softcap": 30.0, "temperature": 0.7}
 _KL = {"reduction": "sum", "smoothing": "kl", "ignore_index": 0, "label_smoothing": 0.1}
 _CAUSAL = {"is_causal": True}
 
@@ -250,6 +251,7 @@ CASES = [
     Case("cross_entropy", "23 x 37, none", _classes, (23, 37), _NONE),
     Case("cross_entropy", "64 x 5000, none", _classes, (64, 5000), _NONE, False),
     Case("cross_entropy", "64 x 1000, kl", _classes, (64, 1000), _KL),
+    Case("cross_entropy", "64 x 1000, z-loss, softcap, temperature", _classes, (64, 1000), _FORM),
     Case("linear_cross_entropy", "23, 24 -> 37, mean", _classes, (23, 37, 24)),
     Case("linear_cross_entropy", "100, 64 -> 1000, none", _classes, (100, 1000, 64), _NONE),
     Case("linear_cross_entropy", "100, 64 -> 1000, kl", _classes, (100, 1000, 64), _KL),
@@ -374,8 +376,13 @@ def _embed(weight, positional, tokens, dropout_p=0.0, dropout_seed=0):
 
 
 def _cross_entropy(
-    logits, target, reduction="mean", label_smoothing=0.0, smoothing="uniform", ignore_index=-100
-):
+    logits, target, reduction="mean", label_smoothing=0.0, smoothing="uniform", ignore_index=-100,
+    z_loss=0.0, softcap=None, temperature=1.0,
+):  # fmt: skip
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap) / temperature
+        loss = F.cross_entropy(logits, target, reduction=reduction)
+        return loss + z_loss * logits.logsumexp(-1).square()
     if smoothing == "uniform":
         return F.cross_entropy(logits, target, reduction=reduction, label_smoothing=label_smoothing)
     true = torch.full_like(logits, label_smoothing / (logits.shape[-1] - 2))

@@ -174,6 +174,7 @@ _add("sm_90", "cross_entropy", "fp32", (32768,))
 for _v in (32768, 50257):
     _case = CASES[f"sm_90 cross_entropy bf16 V={_v}"]
     CASES[f"sm_90 cross_entropy bf16 V={_v} ahead"] = {**_case, "ahead": True}
+    CASES[f"sm_90 cross_entropy bf16 V={_v} every option"] = {**_case, "every": True}
 _ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu2"
 _add("sm_90", "feed_forward", "bf16", (1024,), _dropped(_ACTIVATIONS, *_BOTH))
 _add("sm_90", "feed_forward", "fp32", (1024,), _dropped(["relu", "gelu"]))

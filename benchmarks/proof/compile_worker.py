@@ -395,10 +395,11 @@ def call_dropout_add_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
 def call_cross_entropy(case: dict[str, Any], recorder: Recorder) -> None:
     v, dtype = case["v"], DTYPES[case["dtype"]]
     logits, target = empty(4096, v, dtype=dtype), empty(4096, dtype=torch.int64)
-    options = ("mean", 0, 0.1, "kl")
-    ahead = case.get("ahead", False)
-    loss, lse, count, gradient = cross_entropy.forward(logits, target, *options, ahead)
-    saved = loss, logits, target, *options, lse, count
+    every, ahead = case.get("every", False), case.get("ahead", False)
+    more = (empty(v, dtype=torch.float32), 1e-4, 30.0, 0.7) if every else (None, 0.0, None, 1.0)
+    options = "mean", 0, 0.1, "kl", *more, every
+    loss, entropy, lse, totals, gradient = cross_entropy.forward(logits, target, *options, ahead)
+    saved = loss, entropy if every else None, logits, target, *options, lse, totals
     if ahead:
         cross_entropy.backward_in_place(*saved, gradient)
     else:

@@ -222,10 +222,6 @@ def _load(op: str) -> ModuleType:
 
 def _unsupported_reason(op: str, arguments: Arguments, device: torch.device) -> str | None:
     """Return why the kernels of `op` cannot run this call, or None."""
-    if without := OPERATIONS[op].without_kernel:
-        given = [name for name in without if name in arguments]
-        if given:
-            return f"no kernel computes {' and '.join(given)}"
     if device.type not in ("cpu", "cuda"):
         return f"there is no Triton kernel for a {device.type} device"
     if not _HAS_TRITON:

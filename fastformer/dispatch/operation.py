@@ -56,8 +56,7 @@ class Operation(NamedTuple):
     contract: the public function, which checks the arguments and calls `backends.run`.
     reference: the op in eager PyTorch, given checked arguments.
     sharding: how the op is sharded over a mesh.
-    without_kernel: arguments that no kernel takes. A call has them only where they are given, and
-        then runs on the reference.
+    unsharded: the arguments that DTensors do not take, and their defaults.
     alternatives: the ops of torch that may replace the kernels, by the name that `explain` prints.
     signature: a function of the arguments of a call that returns what the choice of an alternative
         depends on, or None if no alternative computes the call.
@@ -74,7 +73,7 @@ class Operation(NamedTuple):
     contract: Function
     reference: Function
     sharding: ShardingRule
-    without_kernel: tuple[str, ...] = ()
+    unsharded: Mapping[str, Any] = {}
     alternatives: Mapping[str, Alternative] = {}
     signature: Callable[[Arguments], Hashable | None] = lambda arguments: None
     reference_backward: Function | None = None

@@ -14,7 +14,8 @@ from ..common import LOG2E
 
 class Labels(NamedTuple):
     """The target distribution over V classes: `on` at the target, `off` at every other class but
-    `pad`. A row whose target is ignore_index has none.
+    `pad`. A row whose target is ignore_index has none. on_log and off_log: on log on and off log
+    off for a divergence, else 0. The loss has z_loss lse^2 more.
     """
 
     V: Any
@@ -22,6 +23,18 @@ class Labels(NamedTuple):
     pad: Any
     on: Any
     off: Any
+    on_log: Any
+    off_log: Any
+    z_loss: Any
+
+
+class Form(NamedTuple):
+    """Of which logits y the softmax is: y = softcap tanh(x / softcap) scale, and scale is the
+    reciprocal of the temperature.
+    """
+
+    softcap: Any
+    scale: Any
 
 
 class Strides(NamedTuple):
@@ -41,6 +54,11 @@ class Case(NamedTuple):
     pad: Any  # whether smoothing leaves out a class
     mean: Any
     ahead: Any  # whether the forward writes the gradients for grad_loss = 1
+    weighted: Any  # whether the classes have weights
+    z: Any  # whether there is a z-loss
+    softcap: Any
+    scale: Any
+    entropy: Any
     together: Any  # a row of dx starts at the same offset within a group as its logits
     acc: Any
 
@@ -64,13 +82,27 @@ class Row(NamedTuple):
 
 class Target(NamedTuple):
     """What the gradients of a row need: its target t, -1 or V for none; `shift` and `part`, with
-    softmax = part * exp(x - shift); and g, the gradient of its loss.
+    softmax = part * exp(y - shift); g, the gradient of its loss; `share`, the derivative of the
+    loss by lse; g_entropy, the gradient of its entropy, and `mean`, the expectation of y - shift.
     """
 
     t: Any
     shift: Any
     part: Any
     g: Any
+    share: Any
+    g_entropy: Any
+    mean: Any
+
+
+class Totals(NamedTuple):
+    """What all rows share: the divisor of the mean; the factor of the z-loss, whose mean is over
+    the rows; and the sum of the weights of the classes that smoothing gives a probability.
+    """
+
+    divisor: Any
+    z_factor: Any
+    weights: Any
 
 
 @triton.jit
@@ -117,36 +149,66 @@ def _exist(row, classes, V, case: tl.constexpr):
 
 
 @triton.jit
-def _add(sums, row, o, labels, origin, EDGE: tl.constexpr, case: tl.constexpr):
-    """Add a block of a row to the running sums, [groups] each: m, the maximum; l, the sum of exp(x
-    - m); and the sum of x - origin, for smoothing.
+def _formed(x, form, case: tl.constexpr):
+    """Return y, the logits after softcap and temperature, from x."""
+    if case.softcap:
+        x = form.softcap * (1.0 - 2.0 / (tl.math.exp2(x / form.softcap * (2 * LOG2E)) + 1.0))
+    return x * form.scale if case.scale else x
+
+
+@triton.jit
+def _slope(y, form, case: tl.constexpr):
+    """Return the derivative dy / dx."""
+    slope = form.scale
+    if case.softcap:
+        tanh = y / (form.softcap * form.scale)
+        slope = (1.0 - tanh * tanh) * form.scale
+    return slope
+
+
+@triton.jit
+def _add(sums, row, o, labels, origin, W, form, EDGE: tl.constexpr, case: tl.constexpr):
+    """Add a block of a row to the running sums, [groups] each: m, the maximum; l, the sum of exp(y
+    - m); the sum of w (y - origin), for smoothing; and the sum of exp(y - m) (y - m).
     """
-    m, l, total = sums
+    m, l, total, moment = sums
     offsets = _offsets(row, o, EDGE, case)
     k = tl.arange(0, case.group)[None, :]
     classes = offsets + k  # from row.head on
     if EDGE:
         ok = _exist(row, classes, labels.V, case)
-        x = tl.load(row.x + classes, mask=ok, other=float("-inf")).to(case.acc)
+        x = _formed(tl.load(row.x + classes, mask=ok, other=float("-inf")).to(case.acc), form, case)
+        if case.softcap:
+            x = tl.where(ok, x, float("-inf"))
     else:
-        x = tl.load(row.x + classes).to(case.acc)
+        x = _formed(tl.load(row.x + classes).to(case.acc), form, case)
     m_new = tl.maximum(m, tl.max(x, 1))
     # Without a finite logit so far, -inf - -inf would be NaN.
     seen = tl.where(m_new == float("-inf"), 0.0, m_new)
-    l = l * tl.math.exp2((m - seen) * LOG2E)
-    l += tl.sum(tl.math.exp2((x - seen[:, None]) * LOG2E), 1)
+    factor = tl.math.exp2((m - seen) * LOG2E)
+    terms = tl.math.exp2((x - seen[:, None]) * LOG2E)
+    if case.entropy:  # 0 times -inf would be NaN
+        moment = factor * (moment + tl.where(l > 0.0, l * (m - seen), 0.0))
+        moment += tl.sum(tl.where(x == float("-inf"), 0.0, terms * (x - seen[:, None])), 1)
+    l = l * factor
+    l += tl.sum(terms, 1)
     if case.smooth:
         part = x - origin
+        if case.weighted:
+            if EDGE:
+                part *= tl.load(W + row.head + classes, mask=ok, other=0.0).to(case.acc)
+            else:
+                part *= tl.load(W + row.head + classes).to(case.acc)
         if EDGE:
             part = tl.where(ok, part, 0.0)
         if case.pad:
             part = tl.where(k == labels.pad - (row.head + offsets), 0.0, part)
         total += tl.sum(part, 1)
-    return m_new, l, total
+    return m_new, l, total, moment
 
 
 @triton.jit
-def _store_block(row, dx, o, target, labels, EDGE: tl.constexpr, case: tl.constexpr):
+def _store_block(row, dx, o, target, labels, W, form, EDGE: tl.constexpr, case: tl.constexpr):
     """Store the gradients of a block of a row; dx points to the gradient of class row.head."""
     offsets = _offsets(row, o, EDGE, case)
     k = tl.arange(0, case.group)[None, :]
@@ -156,15 +218,32 @@ def _store_block(row, dx, o, target, labels, EDGE: tl.constexpr, case: tl.conste
         x = tl.load(row.x + classes, mask=ok, other=0.0).to(case.acc)
     else:
         x = tl.load(row.x + classes).to(case.acc)
-    # dx = g (softmax - (on - off) [c = t] - off [c != pad])
-    y = tl.math.exp2((x - target.shift) * LOG2E) * target.part
+    x = _formed(x, form, case)
+    # dy = g (share softmax - w ((on - off) [c = t] + off [c != pad])), dx = dy slope
+    softmax = tl.math.exp2((x - target.shift) * LOG2E) * target.part
+    y = softmax
+    if case.weighted or case.z:
+        y = softmax * target.share
     first = row.head + offsets  # classes
+    off, at_target = labels.off, labels.on - labels.off
+    if case.weighted:
+        if EDGE:
+            w = tl.load(W + row.head + classes, mask=ok, other=0.0).to(case.acc)
+        else:
+            w = tl.load(W + row.head + classes).to(case.acc)
+        off, at_target = w * off, w * at_target
     if case.pad:
-        y -= tl.where(k == labels.pad - first, 0.0, labels.off)
+        y -= tl.where(k == labels.pad - first, 0.0, off)
     elif case.smooth:
-        y -= labels.off
-    y -= tl.where(k == target.t - first, labels.on - labels.off, 0.0)
-    y = (y * target.g).to(dx.dtype.element_ty)
+        y -= off
+    y -= tl.where(k == target.t - first, at_target, 0.0)
+    y = y * target.g
+    if case.entropy:  # dy = -softmax (y - mean)
+        moment = tl.where(softmax > 0.0, softmax * (x - target.shift - target.mean), 0.0)
+        y -= target.g_entropy * moment
+    if case.softcap or case.scale:
+        y = y * _slope(x, form, case)
+    y = y.to(dx.dtype.element_ty)
     if EDGE:
         tl.store(dx + classes, y, mask=ok)
     else:
@@ -172,15 +251,15 @@ def _store_block(row, dx, o, target, labels, EDGE: tl.constexpr, case: tl.conste
 
 
 @triton.jit
-def _store_row(row, DX, offset, target, labels, case: tl.constexpr):
+def _store_row(row, DX, offset, target, labels, W, form, case: tl.constexpr):
     """Store the gradients of a row into DX, starting at an offset."""
     block: tl.constexpr = case.columns // case.group
     # `_aligned` shows the compiler that the stores are aligned.
     dx = DX + _aligned(offset, case) if case.together else DX + (offset + row.head)
     for o in tl.range(0, row.full, block):
-        _store_block(row, dx, o, target, labels, False, case)
+        _store_block(row, dx, o, target, labels, W, form, False, case)
     for o in tl.range(row.full, row.end, block):
-        _store_block(row, dx, o, target, labels, True, case)
+        _store_block(row, dx, o, target, labels, W, form, True, case)
 
 
 @triton.jit
@@ -190,18 +269,52 @@ def _known(t, labels):
 
 
 @triton.jit
-def _target(t, shift, log_sum, g, labels):
-    """Return the `Target` of a row. g is the gradient of its loss unless the target is ignored."""
-    near = tl.minimum(tl.maximum(t, -1), labels.V).to(tl.int32)  # a bad target is no class
-    g = tl.where(t != labels.ignore_index, g, 0.0)
-    return Target(near, shift, tl.math.exp2(log_sum * -LOG2E), g)
+def _weight(W, t, labels, case: tl.constexpr):
+    """Return the weight of the target t, 0 if that is no class."""
+    if case.weighted:
+        return tl.load(W + t, mask=_known(t, labels), other=0.0).to(case.acc)
+    else:
+        return 1.0
 
 
 @triton.jit
-def _part_of_mean(COUNT, case: tl.constexpr):
+def _share(w_t, labels, totals, case: tl.constexpr):
+    """Return sum_c w_c q_c of a row whose target has the weight w_t: what its loss has of lse."""
+    if case.weighted:
+        return (labels.on - labels.off) * w_t + labels.off * totals.weights
+    else:
+        return 1.0
+
+
+@triton.jit
+def _target(t, shift, log_sum, g, W, labels, totals, case: tl.constexpr):
+    """Return the `Target` of a row. g is the gradient of its loss unless the target is ignored."""
+    near = tl.minimum(tl.maximum(t, -1), labels.V).to(tl.int32)  # a bad target is no class
+    g = tl.where(t != labels.ignore_index, g, 0.0)
+    share = _share(_weight(W, t, labels, case), labels, totals, case)
+    if case.z:
+        share += 2.0 * labels.z_loss * totals.z_factor * (shift + log_sum)
+    return Target(near, shift, tl.math.exp2(log_sum * -LOG2E), g, share, 0.0, 0.0)
+
+
+@triton.jit
+def _totals(TOTALS, classes, case: tl.constexpr):
+    """Return the `Totals` of a call whose smoothing gives `classes` classes a probability. Without
+    weights TOTALS has the divisor alone, or nothing.
+    """
+    if case.weighted:
+        return Totals(tl.load(TOTALS), tl.load(TOTALS + 1), tl.load(TOTALS + 2))
+    elif case.mean:
+        return Totals(tl.load(TOTALS), 1.0, classes)
+    else:
+        return Totals(1.0, 1.0, classes)
+
+
+@triton.jit
+def _part_of_mean(totals, case: tl.constexpr):
     """Return the weight of a row in the reduced loss, if its target is not ignored."""
-    if case.mean:
-        return 1.0 / tl.load(COUNT)
+    if case.mean:  # without a row, or with weights of 0 alone, there is no gradient
+        return 1.0 / tl.where(totals.divisor == 0.0, 1.0, totals.divisor)
     else:
         return 1.0
 
@@ -211,12 +324,14 @@ def loss_kernel(
     X,  # [M, V]
     T,  # [M]
     LOSS,  # out [M]
-    LSE,  # out [M, 2]
-    COUNT,  # [1], the number of targets that are not ignored, for the mean
+    LSE,  # out [M, 2]; with entropy [M, 3]
+    TOTALS,  # `Totals`
     DX,  # out [M, V]; may be X
+    W,  # [V], the weights of the classes
+    ENTROPY,  # out [M]
     strides,
     labels,
-    constant,
+    form,
     classes,
     case: tl.constexpr,
 ):
@@ -228,40 +343,62 @@ def loss_kernel(
     i = tl.program_id(0).to(tl.int64)
     t = tl.load(T + i)
     x_t = tl.load(X + i * strides.x + t, mask=_known(t, labels), other=0.0).to(case.acc)
+    x_t = _formed(x_t, form, case)
     origin = tl.where(x_t == float("-inf"), 0.0, x_t)  # keeps a common offset out of the sum
     row = _row(X, i * strides.x, labels.V, case)
     m = tl.full([block], float("-inf"), case.acc)
     l = tl.zeros([block], case.acc)
     total = tl.zeros([block], case.acc)
+    moment = tl.zeros([block], case.acc)
     for o in tl.range(0, row.full, block):
-        m, l, total = _add((m, l, total), row, o, labels, origin, False, case)
+        sums = m, l, total, moment
+        m, l, total, moment = _add(sums, row, o, labels, origin, W, form, False, case)
     for o in tl.range(row.full, row.end, block):
-        m, l, total = _add((m, l, total), row, o, labels, origin, True, case)
+        sums = m, l, total, moment
+        m, l, total, moment = _add(sums, row, o, labels, origin, W, form, True, case)
     top = tl.max(m, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    log_sum = tl.math.log(tl.sum(l * tl.math.exp2((m - shift) * LOG2E), 0))
-    # The target distribution sums to 1, so that the shift of lse and the shifts below cancel.
-    loss = constant + log_sum - (labels.on - labels.off) * (x_t - shift)
+    parts = tl.math.exp2((m - shift) * LOG2E)
+    sum_exp = tl.sum(l * parts, 0)
+    log_sum = tl.math.log(sum_exp)
+    totals = _totals(TOTALS, classes, case)
+    w_t = _weight(W, t, labels, case)
+    # The loss has as much of lse as of the logits, so that the shifts of both cancel.
+    loss = w_t * labels.on_log + (totals.weights - w_t) * labels.off_log
+    loss += log_sum * _share(w_t, labels, totals, case)
+    loss -= (labels.on - labels.off) * w_t * (x_t - shift)
     if case.smooth:
-        loss -= labels.off * (tl.sum(total, 0) + classes * (origin - shift))
+        loss -= labels.off * (tl.sum(total, 0) + totals.weights * (origin - shift))
+    if case.z:
+        loss += labels.z_loss * totals.z_factor * (log_sum + shift) * (log_sum + shift)
     tl.store(LOSS + i, tl.where(t != labels.ignore_index, loss, 0.0))
-    tl.store(LSE + 2 * i, shift)
-    tl.store(LSE + 2 * i + 1, log_sum)
+    statistics = LSE + i * (3 if case.entropy else 2)
+    tl.store(statistics, shift)
+    tl.store(statistics + 1, log_sum)
+    if case.entropy:
+        moment = tl.sum(parts * (moment + tl.where(l > 0.0, l * (m - shift), 0.0)), 0) / sum_exp
+        tl.store(statistics + 2, moment)
+        tl.store(ENTROPY + i, tl.where(t != labels.ignore_index, log_sum - moment, 0.0))
     if case.ahead:
-        target = _target(t, shift, log_sum, _part_of_mean(COUNT, case), labels)
-        _store_row(row, DX, i * strides.dx, target, labels, case)
+        part = _part_of_mean(totals, case)
+        target = _target(t, shift, log_sum, part, W, labels, totals, case)
+        _store_row(row, DX, i * strides.dx, target, labels, W, form, case)
 
 
 @triton.jit
 def gradient_kernel(
     X,  # [M, V]
     T,  # [M]
-    LSE,  # [M, 2]
+    LSE,  # [M, 2]; with entropy [M, 3]
     G,  # [M], or one number for all rows
-    COUNT,  # [1], the number of targets that are not ignored, for the mean
+    TOTALS,  # `Totals`
     DX,  # out [M, V]; may be X
+    W,  # [V], the weights of the classes
+    G_ENTROPY,  # [M]
     strides,
     labels,
+    form,
+    classes,
     case: tl.constexpr,
 ):
     """One program owns a row, and writes its gradients. If `ahead`, DX already holds the gradients
@@ -272,8 +409,15 @@ def gradient_kernel(
     if case.ahead:
         if g == 1.0:
             return
-    g = g * _part_of_mean(COUNT, case)
-    shift, log_sum = tl.load(LSE + 2 * i), tl.load(LSE + 2 * i + 1)
-    target = _target(tl.load(T + i), shift, log_sum, g, labels)
+    totals = _totals(TOTALS, classes, case)
+    g = g * _part_of_mean(totals, case)
+    statistics = LSE + i * (3 if case.entropy else 2)
+    shift, log_sum = tl.load(statistics), tl.load(statistics + 1)
+    t = tl.load(T + i)
+    target = _target(t, shift, log_sum, g, W, labels, totals, case)
+    if case.entropy:
+        g_entropy = tl.where(t != labels.ignore_index, tl.load(G_ENTROPY + i).to(case.acc), 0.0)
+        mean = tl.load(statistics + 2)
+        target = Target(target.t, shift, target.part, target.g, target.share, g_entropy, mean)
     row = _row(X, i * strides.x, labels.V, case)
-    _store_row(row, DX, i * strides.dx, target, labels, case)
+    _store_row(row, DX, i * strides.dx, target, labels, W, form, case)

@@ -28,7 +28,7 @@ from ..launch import (
 )
 from ..registration import register
 from ..tuned import TuningKey, choose, named
-from .kernels import Case, Labels, Strides, gradient_kernel, loss_kernel
+from .kernels import Case, Form, Labels, Strides, gradient_kernel, loss_kernel
 
 CHUNK = 2048  # rows of logits that the linear form holds, unless a measurement says otherwise
 CHUNKS = (256, 512, 1024, 2048, 4096)  # its choices: at most twice the memory
@@ -56,28 +56,32 @@ def group_size(x: Tensor, block: int) -> int:
 # --------------------------------------------------------------------------------------- launchers
 
 
-class Smoothing(NamedTuple):
-    """How a call smooths the labels of V classes."""
+class Loss(NamedTuple):
+    """The loss of a call with V classes, and which statistics of the logits it takes."""
 
     v: int
     ignore_index: int
     amount: float
     kind: str
+    z_loss: float = 0.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    entropy: bool = False
 
     def labels(self) -> Labels:
         """Return the target distribution."""
         if self.kind == "uniform":
             off = self.amount / self.v
-            return Labels(self.v, self.ignore_index, -1, 1 - self.amount + off, off)
-        off = self.amount / (self.v - 2)
-        return Labels(self.v, self.ignore_index, self.ignore_index, 1 - self.amount, off)
+            on = 1 - self.amount + off
+            return Labels(self.v, self.ignore_index, -1, on, off, 0.0, 0.0, self.z_loss)
+        on, off = 1 - self.amount, self.amount / (self.v - 2)
+        on_log, off_log = (p * math.log(p) if p > 0 else 0.0 for p in (on, off))
+        pad = self.ignore_index
+        return Labels(self.v, pad, pad, on, off, on_log, off_log, self.z_loss)
 
-    def constant(self) -> float:
-        """Return the constant of the loss: for kl the target's negative entropy, for uniform 0."""
-        if self.kind == "uniform":
-            return 0.0
-        _, _, _, on, off = self.labels()
-        return sum(n * p * math.log(p) for n, p in ((1, on), (self.v - 2, off)) if p > 0)
+    def statistics(self, like: Tensor) -> Tensor:
+        """Return room for what the backward reads of the rows of `like` [M]."""
+        return like.new_empty(like.numel(), 3 if self.entropy else 2)
 
     def block(self, kernel: str, x: Tensor, smooth: bool, ahead: bool) -> Any:
         """Return the classes of a block and the warps, either measured or shipped."""
@@ -99,6 +103,8 @@ class Smoothing(NamedTuple):
         arguments: dict[str, Any] = dict(
             strides=strides,
             labels=labels,
+            form=Form(self.softcap or 0.0, 1.0 / self.temperature),
+            classes=float(self.v - (labels.pad >= 0)),
             case=constants(
                 Case(
                     columns=block,
@@ -107,13 +113,14 @@ class Smoothing(NamedTuple):
                     pad=labels.off > 0 and labels.pad >= 0,
                     together=group < block and (strides.x - strides.dx) % group == 0,
                     acc=triton_dtype(accumulator(x)),
+                    z=self.z_loss > 0,
+                    softcap=self.softcap is not None,
+                    scale=self.temperature != 1,
+                    entropy=self.entropy,
                     **case,
                 )
             ),
         )
-        if kernel is loss_kernel:
-            classes = float(self.v - (labels.pad >= 0))
-            arguments |= dict(constant=self.constant(), classes=classes)
         return Launch(kernel, (len(x),), arguments, warps)
 
     def loss(
@@ -122,20 +129,24 @@ class Smoothing(NamedTuple):
         target: Tensor,
         loss: Tensor,
         lse: Tensor,
-        count: Tensor | None = None,
+        totals: Tensor | None = None,
         dx: Tensor | None = None,
+        weight: Tensor | None = None,
+        entropy: Tensor | None = None,
+        mean: bool = False,
     ) -> None:
-        """Fill loss [M] and lse [M, 2] for the rows of logits x [M, V]. If dx [M, V] is given, fill
-        it with the gradients of the sum of the losses, or of their mean if there is a count. dx may
-        be x.
+        """Fill loss [M], lse and entropy [M] for the rows of logits x [M, V]. If dx [M, V] is
+        given, fill it with the gradients of the sum of the losses, or of their mean. dx may be x.
+        totals: what `_totals_of` returns, for a mean or with weights.
         """
-        given = layouts(x, target, dx)
-        key = "loss", self, x.device, given, *map(alignment, (loss, lse, count))
+        given = layouts(x, target, dx, weight)
+        key = "loss", self, x.device, given, mean, *map(alignment, (loss, lse, totals, entropy))
         launch = plans.get(key)
         if launch is None:
-            case = dict(mean=count is not None, ahead=dx is not None)
+            case = dict(mean=mean, ahead=dx is not None, weighted=weight is not None)
             launch = remembered(key, self.launch(loss_kernel, x, dx, 0, **case))
-        launch(x, target, loss, lse, lse if count is None else count, x if dx is None else dx)
+        optional = (lse, totals), (x, dx), (lse, weight), (lse, entropy)
+        launch(x, target, loss, lse, *(a if b is None else b for a, b in optional))
 
     def gradient(
         self,
@@ -144,35 +155,51 @@ class Smoothing(NamedTuple):
         lse: Tensor,
         g: Tensor,
         dx: Tensor,
-        count: Tensor | None = None,
+        totals: Tensor | None = None,
+        weight: Tensor | None = None,
+        g_entropy: Tensor | None = None,
+        mean: bool = False,
         ahead: bool = False,
     ) -> None:
-        """Fill dx [M, V], which may be x, from g, [M] or one number for all rows. With a count, g
-        is the gradient of the mean. ahead: dx already holds the gradients for g = 1.
+        """Fill dx [M, V], which may be x, from g, [M] or one number for all rows: the gradients of
+        the losses, or that of their mean; and from g_entropy [M]. ahead: dx already holds the
+        gradients for g = 1.
         """
-        given = layouts(x, target, g, dx)
-        key = "gradient", self, x.device, given, ahead, *map(alignment, (lse, count))
+        given = layouts(x, target, g, dx, weight)
+        key = "gradient", self, x.device, given, mean, ahead, *map(alignment, (lse, totals))
         launch = plans.get(key)
         if launch is None:
             stride = g.stride(0) if g.numel() > 1 else 0
-            case = dict(mean=count is not None, ahead=ahead)
+            case = dict(mean=mean, ahead=ahead, weighted=weight is not None)
             launch = remembered(key, self.launch(gradient_kernel, x, dx, stride, **case))
-        launch(x, target, lse, g, lse if count is None else count, dx)
+        optional = (lse, totals), (dx, dx), (lse, weight), (lse, g_entropy)
+        launch(x, target, lse, g, *(a if b is None else b for a, b in optional))
 
 
-def _count(target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """Return the number of losses in the mean; for other reductions a tensor without elements."""
-    if reduction == "mean":
-        return (target != ignore_index).sum().to(dtype)
-    return torch.empty(0, dtype=dtype, device=target.device)
+def _totals_of(
+    target: Tensor, loss: Loss, reduction: str, weight: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the `Totals` of the rows of target [M]: [1], or [3] with weights [V]; without elements
+    if no kernel reads them.
+    """
+    kept = target != loss.ignore_index
+    if weight is None:
+        if reduction == "mean":
+            return kept.sum().to(dtype)
+        return torch.empty(0, dtype=dtype, device=target.device)
+    of_targets = (weight[target.where(kept, 0)] * kept).sum()
+    rows, pad, one = kept.sum(), loss.labels().pad, torch.ones_like(of_targets)
+    z_factor = of_targets / rows.clamp(min=1) if reduction == "mean" else one
+    smoothed = weight.sum() - (weight[pad] if pad >= 0 else 0)
+    return torch.stack([of_targets, z_factor, smoothed])
 
 
-def _reduced(loss: Tensor, count: Tensor, shape: Any, reduction: str) -> Tensor:
+def _reduced(loss: Tensor, totals: Tensor, shape: Any, reduction: str) -> Tensor:
     if reduction == "none":
         return loss.view(shape)
     total = loss.sum()
     # 0 / 0 if every target is ignored: nan, as in torch
-    return total if reduction == "sum" else total / count
+    return total if reduction == "sum" else total / totals.view(-1)[0]
 
 
 def supports(*tensors: Tensor, **named: Any) -> str | None:
@@ -182,65 +209,92 @@ def supports(*tensors: Tensor, **named: Any) -> str | None:
 
 # ------------------------------------------------------------------------------- on given logits
 
-_OPTIONS = "str reduction, int ignore_index, float label_smoothing, str smoothing"
+_OPTIONS = (
+    "str reduction, int ignore_index, float label_smoothing, str smoothing, Tensor? weight, "
+    "float z_loss, float? softcap, float temperature, bool return_entropy"
+)
 
 
-def _may_write_ahead(logits: Tensor, reduction: str) -> bool:
-    """Return whether grad_loss = 1 is likely. It is for a mean, on which training calls backward;
-    but the loss of float16 is usually scaled, and a sum divided.
+def _may_write_ahead(logits: Tensor, reduction: str, entropy: bool) -> bool:
+    """Return whether the gradient is likely that for grad_loss = 1. It is for a mean, on which
+    training calls backward; but the loss of float16 is usually scaled, a sum divided, and the
+    gradient of an entropy not known.
     """
-    return reduction == "mean" and logits.dtype != torch.float16
+    return reduction == "mean" and not entropy and logits.dtype != torch.float16
 
 
-def _fake(logits, target, reduction, *rest):
-    dtype = accumulator(logits)
+def _loss_of(v: int, options: tuple[Any, ...]) -> tuple[Loss, str, Tensor | None]:
+    """Return the loss that the options of an op ask for, its reduction, and the weights [V]."""
+    reduction, ignore_index, amount, kind, weight, *more = options
+    return Loss(v, ignore_index, amount, kind, *more), reduction, weight
+
+
+def _as_read(target: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Any:
+    """Return target as [M] and the weights in the dtype of the sums, both contiguous."""
+    weight = None if weight is None else weight.to(dtype).contiguous()
+    return target.reshape(-1).contiguous(), weight
+
+
+def _fake_statistics(x, target, options) -> tuple[Tensor, ...]:
+    """Return loss, entropy, lse and totals without their values."""
+    reduction, weight, entropy, dtype = options[0], options[4], options[8], accumulator(x)
     shape = target.shape if reduction == "none" else ()
-    ahead = rest[-1] and _may_write_ahead(logits, reduction)
-    return (
-        logits.new_empty(shape, dtype=dtype),
-        logits.new_empty(target.numel(), 2, dtype=dtype),
-        logits.new_empty(() if reduction == "mean" else 0, dtype=dtype),
-        logits.new_empty(logits.shape if ahead else 0),
+    totals = 3 if weight is not None else () if reduction == "mean" else 0
+    shapes = shape, target.shape if entropy else 0, (target.numel(), 3 if entropy else 2), totals
+    return tuple(x.new_empty(n, dtype=dtype) for n in shapes)
+
+
+def _fake(logits, target, *options):
+    ahead = options[-1] and _may_write_ahead(logits, options[0], options[-2])
+    return *_fake_statistics(logits, target, options), logits.new_empty(
+        logits.shape if ahead else 0
     )
 
 
 @register(
     f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}, bool ahead) "
-    "-> (Tensor loss, Tensor lse, Tensor count, Tensor gradient)",
+    "-> (Tensor loss, Tensor entropy, Tensor lse, Tensor totals, Tensor gradient)",
     _fake,
 )
-def forward(logits, target, reduction, ignore_index, label_smoothing, smoothing, ahead):
-    """Launch the forward: (loss, lse [M, 2], count, gradient). With `ahead`, the same launch writes
-    the gradient of the logits for grad_loss = 1, if such a grad_loss is likely.
+def forward(logits, target, *options):
+    """Launch the forward: (loss, entropy, lse, totals, gradient). With `ahead`, the same launch
+    writes the gradient of the logits for grad_loss = 1, if such a grad_loss is likely.
     """
-    v = logits.shape[-1]
-    x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
-    rows = logits.new_empty(len(x), dtype=accumulator(logits))
-    lse = rows.new_empty(len(x), 2)
-    count = _count(flat, ignore_index, reduction, rows.dtype)
-    ahead = ahead and _may_write_ahead(logits, reduction)
+    *options, ahead = options
+    v, dtype = logits.shape[-1], accumulator(logits)
+    loss, reduction, weight = _loss_of(v, options)
+    x = unit_stride(logits.reshape(-1, v))
+    flat, weight = _as_read(target, weight, dtype)
+    rows = logits.new_empty(len(x), dtype=dtype)
+    lse = loss.statistics(rows)
+    entropy = rows.new_empty(target.shape if loss.entropy else 0)
+    totals = _totals_of(flat, loss, reduction, weight, dtype)
+    ahead = ahead and _may_write_ahead(logits, reduction, loss.entropy)
     gradient = logits.new_empty(logits.shape if ahead else 0)
     with on_device(logits):
-        Smoothing(v, ignore_index, label_smoothing, smoothing).loss(
-            x, flat, rows, lse, *((count, gradient.view(-1, v)) if ahead else ())
-        )
-    return _reduced(rows, count, target.shape, reduction), lse, count, gradient
+        more = gradient.view(-1, v) if ahead else None, weight, entropy if loss.entropy else None
+        loss.loss(x, flat, rows, lse, totals, *more, reduction == "mean")
+    return _reduced(rows, totals, target.shape, reduction), entropy, lse, totals, gradient
 
 
-def _fake_backward(grad_loss, logits, *_):
+def _fake_backward(grad_loss, grad_entropy, logits, *_):
     return logits.new_empty(logits.shape)
 
 
-_BACKWARD = f"Tensor grad_loss, Tensor logits, Tensor target, {_OPTIONS}, Tensor lse, Tensor count"
+_BACKWARD = (
+    f"Tensor grad_loss, Tensor? grad_entropy, Tensor logits, Tensor target, {_OPTIONS}, "
+    "Tensor lse, Tensor totals"
+)
 
 
 @register(
     f"cross_entropy_backward({_BACKWARD}, bool[] needs) -> (Tensor grad_logits)", _fake_backward
 )
-def backward(grad_loss, logits, *rest):
+def backward(*arguments):
     """Launch the backward, which reads the logits once."""
+    logits = arguments[2]
     dx = logits.new_empty(logits.shape)
-    _run_backward(grad_loss, logits, *rest[:-1], dx, False)
+    _run_backward(*arguments[:-1], dx, False)
     return dx
 
 
@@ -253,16 +307,25 @@ def backward_in_place(*arguments):
     _run_backward(*arguments, True)
 
 
-def _run_backward(
-    grad_loss, logits, target, reduction, ignore_index, amount, kind, lse, count, dx, ahead
-):
+def _run_backward(grad_loss, grad_entropy, logits, target, *rest):
+    *options, lse, totals, dx, ahead = rest
     v = logits.shape[-1]
-    x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
+    loss, reduction, weight = _loss_of(v, options)
+    x = unit_stride(logits.reshape(-1, v))
+    flat, weight = _as_read(target, weight, lse.dtype)
     g = grad_loss.reshape(-1).to(lse.dtype)
     with on_device(logits):
-        Smoothing(v, ignore_index, amount, kind).gradient(
-            x, flat, lse, g, dx.view(-1, v), count if reduction == "mean" else None, ahead
-        )
+        more = totals, weight, _of_entropy(loss, grad_entropy, lse)
+        loss.gradient(x, flat, lse, g, dx.view(-1, v), *more, reduction == "mean", ahead)
+
+
+def _of_entropy(loss: Loss, grad_entropy: Tensor | None, lse: Tensor) -> Tensor | None:
+    """Return the gradients of the entropies [M], zeros if nothing depends on them."""
+    if not loss.entropy:
+        return None
+    return (
+        lse.new_zeros(len(lse)) if grad_entropy is None else grad_entropy.reshape(-1).contiguous()
+    )
 
 
 # ---------------------------------------------------------------------------- of a linear layer
@@ -309,81 +372,98 @@ def _accumulate(dx, x, weight, sums, wanted, part) -> None:
         db += dx.sum(0, dtype=db.dtype)
 
 
-def _fake_linear(input, linear_weight, target, linear_bias, reduction, *rest):
-    dtype = accumulator(input)
-    shape = target.shape if reduction == "none" else ()
-    saved = [want and reduction != "none" for want in rest[-1]]
-    sums = _gradients(input, linear_weight, linear_bias, saved)
-    lse = input.new_empty(target.numel(), 2, dtype=dtype)
-    return input.new_empty(shape, dtype=dtype), lse, *sums
+def _sums_ahead(reduction: str, entropy: bool) -> bool:
+    """Return whether the forward computes the gradients: those of all rows have one factor."""
+    return reduction != "none" and not entropy
+
+
+def _fake_linear(input, linear_weight, target, linear_bias, *rest):
+    *options, needs = rest
+    loss, entropy, lse, totals = _fake_statistics(input, target, options)
+    saved = [want and _sums_ahead(options[0], options[-1]) for want in needs]
+    return loss, entropy, lse, totals, *_gradients(input, linear_weight, linear_bias, saved)
 
 
 _LINEAR = f"Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, {_OPTIONS}"
 
 
 @register(
-    f"linear_cross_entropy({_LINEAR}, bool[] needs) "
-    "-> (Tensor loss, Tensor lse, Tensor sum_input, Tensor sum_weight, Tensor sum_bias)",
+    f"linear_cross_entropy({_LINEAR}, bool[] needs) -> (Tensor loss, Tensor entropy, Tensor lse, "
+    "Tensor totals, Tensor sum_input, Tensor sum_weight, Tensor sum_bias)",
     _fake_linear,
 )
-def linear_forward(
-    input, linear_weight, target, linear_bias, reduction, ignore_index, amount, kind, needs
-):
-    """Return loss, lse, and for mean and sum the wanted gradients, chunk of tokens by chunk."""
+def linear_forward(input, linear_weight, target, linear_bias, *rest):
+    """Return loss, entropy, lse, totals, and for mean and sum the wanted gradients, chunk of tokens
+    by chunk.
+    """
+    *options, needs = rest
     v, n = linear_weight.shape
-    labels = Smoothing(v, ignore_index, amount, kind)
-    x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
-    rows = input.new_empty(len(x), dtype=accumulator(input))
-    lse = rows.new_empty(len(x), 2)
-    wanted = [want and reduction != "none" for want in needs]
+    loss, reduction, weight = _loss_of(v, options)
+    x, dtype = input.reshape(target.numel(), n), accumulator(input)
+    flat, weight = _as_read(target, weight, dtype)
+    rows = input.new_empty(len(x), dtype=dtype)
+    lse, entropy = loss.statistics(rows), torch.empty_like(rows) if loss.entropy else None
+    wanted = [want and _sums_ahead(reduction, loss.entropy) for want in needs]
     sums = _gradients(input, linear_weight, linear_bias, wanted)
-    count, chunk = _count(flat, ignore_index, reduction, rows.dtype), _chunk(x, v)
+    totals, chunk = _totals_of(flat, loss, reduction, weight, dtype), _chunk(x, v)
     with on_device(input):
         for first in range(0, len(x), chunk):
             part = slice(first, first + chunk)
             logits = F.linear(x[part], linear_weight, linear_bias)
             # the gradients of the sum: those of the mean would underflow in float16
-            dx = logits if any(wanted) else None
-            labels.loss(logits, flat[part], rows[part], lse[part], None, dx)
+            more = totals, logits if any(wanted) else None, weight
+            of_rows = None if entropy is None else entropy[part]
+            loss.loss(logits, flat[part], rows[part], lse[part], *more, of_rows)
             if any(wanted):
                 _accumulate(logits, x[part], linear_weight, sums, wanted, part)
-    return _reduced(rows, count, target.shape, reduction), lse, *sums
+    found = rows.new_empty(0) if entropy is None else entropy.view(target.shape)
+    return _reduced(rows, totals, target.shape, reduction), found, lse, totals, *sums
 
 
-def _fake_linear_backward(grad_loss, input, linear_weight, target, linear_bias, *rest):
+def _fake_linear_backward(
+    grad_loss, grad_entropy, input, linear_weight, target, linear_bias, *rest
+):
     likes = zip(rest[-1], (input, linear_weight, linear_bias))
     return tuple(x.new_empty(x.shape) if need else input.new_empty(0) for need, x in likes)
 
 
 @register(
-    f"linear_cross_entropy_backward(Tensor grad_loss, {_LINEAR}, Tensor lse, Tensor sum_input, "
-    "Tensor sum_weight, Tensor sum_bias, bool[] needs) "
+    f"linear_cross_entropy_backward(Tensor grad_loss, Tensor? grad_entropy, {_LINEAR}, Tensor lse, "
+    "Tensor totals, Tensor sum_input, Tensor sum_weight, Tensor sum_bias, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
     _fake_linear_backward,
 )
-def linear_backward(
-    grad_loss, input, linear_weight, target, linear_bias, reduction, ignore_index, *rest
-):
-    """Scale the gradients of the forward by grad_loss, and for mean by 1 / count. For none, compute
-    them one chunk of tokens at a time.
+def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linear_bias, *rest):
+    """Scale the gradients of the forward by grad_loss, and for mean by 1 / divisor. For none, and
+    with entropies, compute them one chunk of tokens at a time.
     """
-    amount, kind, lse, *sums, needs = rest
-    if reduction != "none":
-        factor = grad_loss
-        if reduction == "mean":  # finite if every target is ignored
-            factor = factor / _count(target, ignore_index, reduction, lse.dtype).clamp_min_(1)
-        sums = [x * factor if need else x for x, need in zip(sums, needs)]
+    *options, lse, totals, dinput, dw, db, needs = rest
+    v, n = linear_weight.shape
+    loss, reduction, weight = _loss_of(v, options)
+    factor = grad_loss
+    if reduction == "mean":  # finite if every target is ignored
+        divisor = totals.view(-1)[0]
+        factor = factor / divisor.where(divisor != 0, 1)
+    if _sums_ahead(reduction, loss.entropy):
+        sums = [x * factor if need else x for x, need in zip((dinput, dw, db), needs)]
     else:
-        v, n = linear_weight.shape
-        labels = Smoothing(v, ignore_index, amount, kind)
-        x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
-        g = grad_loss.reshape(-1).contiguous()
+        x = input.reshape(target.numel(), n)
+        flat, weight = _as_read(target, weight, lse.dtype)
+        g = factor.expand(target.shape).reshape(-1).contiguous()
+        g_entropy, unit = _of_entropy(loss, grad_entropy, lse), None
+        if input.dtype == torch.float16 and len(x):  # the largest has the factor 1: no underflow
+            unit = g.abs().amax() if g_entropy is None else torch.stack([g, g_entropy]).abs().amax()
+            unit = unit.clamp(min=1e-30)
+            g, g_entropy = g / unit, None if g_entropy is None else g_entropy / unit
         sums, chunk = _gradients(input, linear_weight, linear_bias, needs), _chunk(x, v)
         with on_device(input):
             for first in range(0, len(x), chunk):
                 part = slice(first, first + chunk)
                 logits = F.linear(x[part], linear_weight, linear_bias)
-                labels.gradient(logits, flat[part], lse[part], g[part], logits)
+                of_rows = None if g_entropy is None else g_entropy[part]
+                more = logits, totals, weight, of_rows
+                loss.gradient(logits, flat[part], lse[part], g[part], *more)
                 _accumulate(logits, x[part], linear_weight, sums, needs, part)
+        sums = sums if unit is None else [x * unit for x in sums]
     likes = zip(sums, (input, linear_weight, linear_bias), needs)
     return tuple(total.to(x.dtype) if need else input.new_empty(0) for total, x, need in likes)

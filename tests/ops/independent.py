@@ -331,29 +331,44 @@ def rotary_embedding(
 
 def cross_entropy(
     logits, target, *, reduction="mean", ignore_index=-100, label_smoothing=0.0,
-    smoothing="uniform",
+    smoothing="uniform", weight=None, z_loss=0.0, softcap=None, temperature=1.0,
+    return_entropy=False,
 ):  # fmt: skip
     classes = logits.shape[-1]
-    losses = []
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    logits = logits / temperature
+    w = np.ones(classes) if weight is None else weight
+    losses, squares, entropies, total = [], [], [], 0.0
     for x, t in zip(logits.reshape(-1, classes), target.reshape(-1)):
         if t == ignore_index:
             losses.append(0.0)
+            squares.append(0.0)
+            entropies.append(0.0)
             continue
+        total += w[t]
         if smoothing == "uniform":
             q = np.full(classes, label_smoothing / classes)
             q[t] += 1 - label_smoothing
         else:
             q = np.full(classes, label_smoothing / (classes - 2))
             q[t], q[ignore_index] = 1 - label_smoothing, 0
-        x = x - x.real.max()
-        loss = -(q * (x - np.log(np.exp(x).sum()))).sum()
+        top = x.real.max()
+        lse = np.log(np.exp(x - top).sum()) + top
+        loss = -(w * q * (x - lse)).sum()
         if smoothing == "kl":
-            loss = loss + (q[q > 0] * np.log(q[q > 0])).sum()
+            loss = loss + (w[q > 0] * q[q > 0] * np.log(q[q > 0])).sum()
         losses.append(loss)
-    losses = np.array(losses).reshape(target.shape)
+        squares.append(z_loss * lse**2)
+        entropies.append(-(np.exp(x - lse) * (x - lse)).sum())
+    losses, squares, entropies = (np.array(x) for x in (losses, squares, entropies))
     if reduction == "none":
-        return [losses]
-    return [losses.sum() / ((target != ignore_index).sum() if reduction == "mean" else 1)]
+        found = (losses + squares).reshape(target.shape)
+    elif reduction == "sum":
+        found = (losses + squares).sum()
+    else:
+        found = losses.sum() / total + squares.sum() / (target != ignore_index).sum()
+    return [found, entropies.reshape(target.shape)] if return_entropy else [found]
 
 
 def linear_cross_entropy(input, linear_weight, target, linear_bias=None, **options):

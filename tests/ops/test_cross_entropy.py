@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import eager, numerics, use_backend
-from fastformer.dispatch import backends
 from fastformer.ops import functional
 from fastformer.ops.loss import reference
 
@@ -59,7 +58,37 @@ CASES = {
     },
     "kl without smoothing": {"smoothing": "kl", "ignore_index": 3},
     "kl without a padding class": {"smoothing": "kl", "ignore_index": -7, "label_smoothing": 0.2},
-}
+    "weights": {"weight": torch.linspace(0.2, 3, 37), "ignore_index": -1},
+    "weights, smoothed, z-loss": {
+        "weight": torch.linspace(3, 0.2, 37), "label_smoothing": 0.2, "z_loss": 0.1,
+        "ignore_index": 2,
+    },
+    "weights, kl, sum": {
+        "weight": torch.linspace(0.2, 3, 37), "smoothing": "kl", "ignore_index": 3,
+        "label_smoothing": 0.2, "reduction": "sum", "z_loss": 0.01,
+    },
+    "softcap, temperature": {"softcap": 5.0, "temperature": 0.7, "label_smoothing": 0.1},
+    "entropy": {"return_entropy": True, "ignore_index": -1},
+    "every option, none": {
+        "weight": torch.linspace(0.2, 3, 37), "smoothing": "kl", "ignore_index": 3,
+        "label_smoothing": 0.2, "reduction": "none", "z_loss": 0.1, "softcap": 5.0,
+        "temperature": 1.5, "return_entropy": True,
+    },
+}  # fmt: skip
+
+
+def joined(op):
+    """The op with one output: the losses, then the entropies."""
+
+    def run(*, weight=None, **given):
+        x = next(iter(given.values()))
+        weight = None if weight is None else weight.to(x.device)
+        found = op(weight=weight, **given)
+        if not given.get("return_entropy"):
+            return found
+        return torch.cat([y.flatten() for y in found])
+
+    return run
 
 
 def target_of(case, *shape, classes, device):
@@ -75,7 +104,7 @@ def target_of(case, *shape, classes, device):
 def test_given_logits(backend, device, against_oracle, case, dtype):
     target = target_of(case, 23, classes=37, device=device)
     x = logits(23, 37, dtype=dtype, device=device)
-    against_oracle(functional.cross_entropy, x, target=target, **CASES[case])
+    against_oracle(joined(functional.cross_entropy), x, target=target, **CASES[case])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
@@ -83,10 +112,10 @@ def test_given_logits(backend, device, against_oracle, case, dtype):
 def test_linear(backend, device, against_oracle, case, dtype):
     target = target_of(case, 23, classes=37, device=device)
     x = linear(23, 24, 37, dtype=dtype, device=device)
-    against_oracle(functional.linear_cross_entropy, x, target=target, **CASES[case])
+    against_oracle(joined(functional.linear_cross_entropy), x, target=target, **CASES[case])
 
 
-@pytest.mark.parametrize("case", ["smoothed, ignored", "kl, none"])
+@pytest.mark.parametrize("case", ["smoothed, ignored", "kl, none", "every option, none"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_chunks_and_blocks(device, against_oracle, monkeypatch, case, bias):
     """Several chunks of tokens, the last one cut, and several blocks of classes."""
@@ -95,9 +124,11 @@ def test_chunks_and_blocks(device, against_oracle, monkeypatch, case, bias):
     monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
     for rows in (21, 9, 1):  # the last chunk has five, or one, or is the first
         target = targets(rows, classes=37, device=device)
+        target[target == 3] = 4  # the only row is not ignored
         x = linear(rows, 24, 37, device=device, bias=bias)
         with use_backend("triton"):
-            against_oracle(functional.linear_cross_entropy, x, target=target, **CASES[case])
+            op = joined(functional.linear_cross_entropy)
+            against_oracle(op, x, target=target, **CASES[case])
 
 
 def test_weight_gradients_are_summed_in_float32(backend, device, monkeypatch):
@@ -174,7 +205,7 @@ def test_a_target_past_the_classes(device):
     x = torch.full((3, 7), float("nan"), device=device)[1:2].normal_()
     for bad in (-1, 7):
         target = torch.tensor([bad], device=device)
-        options = target, "none", -100, 0.0, "uniform"
+        options = target, "none", -100, 0.0, "uniform", None, 0.0, None, 1.0, False
         assert kernels.forward(x, *options, False)[0].isfinite().all()
 
 
@@ -187,7 +218,7 @@ def test_the_statistics_of_a_row(device):
     x[3] += 100.0
     target, loss = torch.zeros(4, dtype=torch.int64, device=device), x.new_empty(4)
     statistics = x.new_empty(4, 2)
-    kernels.Smoothing(7, -100, 0.0, "uniform").loss(x, target, loss, statistics)
+    kernels.Loss(7, -100, 0.0, "uniform").loss(x, target, loss, statistics)
     assert statistics[:, 0].isfinite().all()
     torch.testing.assert_close(statistics.sum(1), x.logsumexp(1))
 
@@ -209,7 +240,7 @@ def by_classes(logits, target, reduction, ignore_index, e, smoothing, weight, z_
         q.scatter_(1, true.unsqueeze(1), 1 - e)
         if pad is not None:
             q[:, pad] = 0.0
-    w = torch.ones(v) if weight is None else weight
+    w = x.new_ones(v) if weight is None else weight
     terms = -q * x.log_softmax(-1) + (torch.special.xlogy(q, q) if smoothing == "kl" else 0.0)
     rows = (w.double() * terms).sum(1) * kept
     squares = z_loss * x.logsumexp(1) ** 2 * kept
@@ -228,18 +259,19 @@ WEIGHTED = [
 @pytest.mark.parametrize("ignore_index, e, smoothing, z_loss", WEIGHTED)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_class_weights_z_loss_and_no_padding(
-    reduction, ignore_index, e, smoothing, z_loss, weighted
+    backend, device, reduction, ignore_index, e, smoothing, z_loss, weighted
 ):
     """Of logits and of a linear layer, with their gradients."""
-    x, bias = torch.randn(9, 6, requires_grad=True), torch.randn(6, requires_grad=True)
-    weight = torch.rand(6) + 0.2 if weighted else None
-    target = targets(9, classes=6, ignored=() if ignore_index is None else (ignore_index,))
+    x, bias = (torch.randn(n, device=device).requires_grad_() for n in ((9, 6), 6))
+    weight = torch.rand(6, device=device) + 0.2 if weighted else None
+    ignored = () if ignore_index is None else (ignore_index,)
+    target = targets(9, classes=6, ignored=ignored, device=device)
     options = reduction, ignore_index, e, smoothing, weight, z_loss
     want = by_classes(x + bias, target, *options)
     named = dict(zip(("reduction", "ignore_index", "label_smoothing", "smoothing"), options))
     named |= dict(weight=weight, z_loss=z_loss)
-    wide = {"linear_weight": torch.eye(6), "linear_bias": bias}
-    cotangent = torch.randn(want.shape, dtype=torch.float64)
+    wide = {"linear_weight": torch.eye(6, device=device), "linear_bias": bias}
+    cotangent = torch.randn(want.shape, dtype=torch.float64, device=device)
     grads = torch.autograd.grad(want, (x, bias), cotangent)
     for have in (
         ff.cross_entropy(x + bias, target, **named),
@@ -321,20 +353,6 @@ def test_gradients_of_a_mean_over_many_rows_do_not_underflow_in_float16():
     want = by_classes(x @ w.t(), target, "mean", -100, 0.0, "uniform", None, z)
     [want] = torch.autograd.grad(want, w)
     assert (have - want).norm() < 0.02 * want.norm()
-
-
-def test_weights_and_z_loss_run_on_the_reference_and_explain_says_so():
-    x, target = torch.randn(4, 6, dtype=torch.bfloat16), targets(4, classes=6)
-    with use_backend("triton"):
-        assert ff.explain("cross_entropy", x, target).backend == "triton"
-        with pytest.raises(RuntimeError, match="no kernel computes weight and z_loss"):
-            ff.explain("cross_entropy", x, target, weight=torch.ones(6), z_loss=1e-4)
-        seen = []
-        with backends.observe(on_unsupported=lambda *given: seen.append(given)):
-            loss = ff.cross_entropy(x, target, z_loss=1e-4)
-            linear = ff.linear_cross_entropy(x, torch.eye(6).bfloat16(), target, z_loss=1e-4)
-    assert seen == [(op, "no kernel computes z_loss") for op in ("cross_entropy", LINEAR)]
-    assert loss.dtype == torch.bfloat16 and linear.dtype == torch.float32
 
 
 def test_weights_in_a_shard_of_the_batch():
@@ -702,7 +720,8 @@ def test_gradients_that_are_not_written_ahead(device):
             assert (written_ahead(loss).numel() > 0) == there
         kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
         with torch.no_grad():
-            found = kernels.forward(x.float(), target, "mean", -100, 0.0, "uniform", False)
+            options = "mean", -100, 0.0, "uniform", None, 0.0, None, 1.0, False
+            found = kernels.forward(x.float(), target, *options, False)
         assert found[-1].numel() == 0
 
 
@@ -746,10 +765,12 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_
     monkeypatch.setattr(cross_entropy.launchers, "group_size", lambda *_: 4)
 
     def check():
-        for case in ("kl", "kl, none", "smoothed, ignored"):
+        more = "weights, smoothed, z-loss", "weights, kl, sum", "every option, none", "entropy"
+        for case in ("kl", "kl, none", "smoothed, ignored", *more):
             target = target_of(case, 9, classes=37, device=device)
             x = linear(9, 8, 37, device=device)
-            against_oracle(functional.linear_cross_entropy, x, target=target, **CASES[case])
+            op = joined(functional.linear_cross_entropy)
+            against_oracle(op, x, target=target, **CASES[case])
 
     plant_and_check(cross_entropy, BUGS.get(bug), check)
 
@@ -772,6 +793,9 @@ def of_classes(n):
         ({"target": torch.rand(2, 5)}, TypeError, "cross_entropy takes class probabilities"),
         ({"weight": torch.ones(4)}, ValueError, r"weight has shape \[4\]; expected \[V\] = \[5\]"),
         ({"z_loss": -1.0}, ValueError, "z_loss is -1.0; expected a finite number that is not"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0; expected a positive number"),
+        ({"temperature": -1.0}, ValueError, "temperature is -1.0; expected a positive number"),
+        ({"return_entropy": 1}, TypeError, "return_entropy is 1; expected True or False"),
         ({"reduction": "max"}, ValueError, "reduction is 'max'; expected one of mean"),
         ({"smoothing": "l2"}, ValueError, "smoothing is 'l2'; expected one of uniform"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5"),

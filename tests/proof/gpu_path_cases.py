@@ -426,6 +426,8 @@ for v, dtype in ((64, BF16), (5000, BF16), (33, FP32)):
         case("linear_cross_entropy", f"linear_cross_entropy, {v}, {reduction}",
              classes(v, dtype, 32), reduction=reduction, sampled=chosen, **LOSS)  # fmt: skip
 case("cross_entropy", "cross_entropy, kl", classes(64, BF16), smoothing="kl", **LOSS)
+case("cross_entropy", "cross_entropy, z-loss, softcap, temperature", classes(64, BF16),
+     z_loss=1e-2, softcap=5.0, temperature=0.7, **LOSS)  # fmt: skip
 
 
 def turned(**given: Any) -> Tensor:

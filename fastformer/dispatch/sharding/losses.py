@@ -14,12 +14,13 @@ from fastformer.dispatch.operation import OPERATIONS
 from fastformer.dispatch.sharding.call import Call, Run
 
 
-def sharded_loss(inner: Run, call: Call) -> Tensor:
+def sharded_loss(inner: Run, call: Call) -> Any:
     """Return the loss of each local row, or their sum. For the reduction "mean", the sum is divided
     by the number of rows on all devices, so that the sums of the devices add up to the mean.
     """
     own, reduction = dict(call.arguments), call.arguments["reduction"]
-    given = [name for name in OPERATIONS[call.op].without_kernel if name in own]
+    options = OPERATIONS[call.op].unsharded
+    given = [name for name, default in options.items() if _differs(own[name], default)]
     if given and call.mesh is not None:
         raise ValueError(f"{' and '.join(given)} is given with DTensors; expected plain tensors")
     if given:
@@ -37,6 +38,10 @@ def sharded_loss(inner: Run, call: Call) -> Tensor:
         for group in call.groups(dim) if dim and dim != "v" else ():
             dist.all_reduce(count, group=group)
     return torch.where(count > 0, loss / count.clamp(min=1), float("nan"))
+
+
+def _differs(x: Any, default: Any) -> bool:
+    return isinstance(x, Tensor) or x != default
 
 
 def _over_the_vocabulary(call: Call) -> Tensor:

@@ -14,7 +14,6 @@ from fastformer.checks import (
     require_int,
     require_integers,
     require_number,
-    require_positive,
     require_size,
     require_tensor,
     shape_of,
@@ -359,9 +358,3 @@ def checked_packed_shard(shard: Sequence[int], heads: int, p: float) -> Shard | 
             "sequences of a packed batch are complete"
         )
     return checked_shard(shard, (0, heads, 0, 0), p)
-
-
-def checked_softcap(softcap: float | None) -> float | None:
-    if softcap is None:
-        return None
-    return require_positive("softcap", softcap)

@@ -11,11 +11,14 @@ from torch import Tensor
 from fastformer.checks import (
     autocast,
     autocast_dtype,
+    checked_softcap,
     require_choice,
     require_device,
+    require_flag,
     require_floating,
     require_int,
     require_not_negative,
+    require_positive,
     require_probability,
     require_tensor,
     require_values,
@@ -41,15 +44,18 @@ def cross_entropy(
     *,
     weight: Tensor | None = None,
     z_loss: float = 0.0,
-) -> Tensor:
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> Any:
     """Compute -sum_c w_c q_c log softmax(logits)_c, with a smoothed target distribution q.
 
     `linear_cross_entropy` computes the logits too, and never holds them all. For class
-    probabilities as the target, use torch.nn.functional.cross_entropy. A call with class weights w
-    or with a z-loss runs on the reference, on any device: no kernel computes them.
+    probabilities as the target, use torch.nn.functional.cross_entropy.
 
     In eager mode, the kernel for "mean" writes the gradient of the logits together with the loss,
-    for a gradient of the loss of 1; not in float16, where losses are scaled. The backward returns
+    for a gradient of the loss of 1; not in float16, where losses are scaled, and not with
+    return_entropy. The backward returns
     that tensor, and reads the logits again only if the gradient of the loss is not 1 or the graph
     is retained.
 
@@ -69,26 +75,34 @@ def cross_entropy(
             gradient. "mean" then divides by the sum of w over the targets, as in torch.
         z_loss: adds z_loss * logsumexp(logits)^2 to each row that is not ignored, which keeps the
             logits from drifting. It has no class weight, and its mean is over the rows.
+        softcap: a positive number s, with which s * tanh(logits / s) takes the place of the logits,
+            or None.
+        temperature: a positive number that divides the logits, after the softcap.
+        return_entropy: if True, the entropy of softmax(logits) of each row is returned as well,
+            after softcap and temperature. It has a gradient.
 
     Returns:
         A scalar, or [...] for "none", in the dtype of the logits, summed in float32 (float64 for
         float64); in float32 under torch.autocast. The mean is nan if every target is ignored. All
-        of this is as in torch.
+        of this is as in torch. With return_entropy, (loss, entropy), the entropy [...] in the same
+        dtype, in nats, 0 in the rows whose target is ignore_index.
 
     Raises:
         ValueError: shapes that do not fit; logits [N, V, V], whose classes could be in the second
             dimension, as in torch (flatten them to [M, V]); a target outside [0, V);
             label_smoothing outside [0, 1]; an unknown reduction or smoothing; "kl" with fewer than
             two classes beside the padding; a weight that is not [V]; a z_loss that is negative or
-            not finite; a weight or a z_loss with DTensors.
-        TypeError: logits or a weight that are not floating, a target that is not int64, a z_loss
-            that is no number.
+            not finite; a softcap or a temperature that is not positive; one of these options, or
+            return_entropy, with DTensors.
+        TypeError: logits or a weight that are not floating, a target that is not int64, a z_loss, a
+            softcap or a temperature that is no number.
 
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision",
     section 7; "kl": harvardnlp/annotated-transformer; z_loss: Chowdhery et al. 2022, "PaLM",
     section 5.
     """
-    if weight is None and z_loss == 0 and smoothing == "uniform" and backends.runs_directly():
+    usual = weight is None and z_loss == 0 and softcap is None and temperature == 1
+    if usual and smoothing == "uniform" and return_entropy is False and backends.runs_directly():
         loss = usual_cross_entropy(logits, target, reduction, ignore_index, label_smoothing)
         if loss is not None:
             return loss
@@ -104,8 +118,11 @@ def cross_entropy(
         )
     labels = reduction, ignore_index, label_smoothing, smoothing
     given = dict(logits=logits, target=target)
-    loss = _loss("cross_entropy", given, logits.shape[-1], labels, weight, z_loss)
-    return loss if autocast_dtype(logits) else loss.to(logits.dtype)
+    options = weight, z_loss, softcap, temperature, return_entropy
+    loss = _loss("cross_entropy", given, logits.shape[-1], labels, *options)
+    if autocast_dtype(logits):
+        return loss
+    return tuple(x.to(logits.dtype) for x in loss) if return_entropy else loss.to(logits.dtype)
 
 
 def linear_cross_entropy(
@@ -120,15 +137,17 @@ def linear_cross_entropy(
     smoothing: str = "uniform",
     weight: Tensor | None = None,
     z_loss: float = 0.0,
-) -> Tensor:
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> Any:
     """Compute cross_entropy(input linear_weight^T + linear_bias, target), chunk by chunk.
 
     It never holds all the logits: torch's GEMM computes the logits of one chunk of tokens, and one
     kernel their losses. For "mean" and "sum", if gradients are needed, that kernel overwrites the
     logits with their gradient, from which two GEMMs compute the gradients of input and weight; the
-    backward only multiplies them by the gradient of the loss. For "none", the backward computes the
-    logits again. A call with class weights or with a z-loss runs on the reference, which in eager
-    mode holds at most 2^24 logits, or those of one row; its backward computes them again.
+    backward only multiplies them by the gradient of the loss. For "none", and with return_entropy,
+    the backward computes the logits again.
 
     Args:
         input: [..., N], float32, float16, bfloat16 or float64.
@@ -136,10 +155,12 @@ def linear_cross_entropy(
         target: [...] int64, 0 .. V - 1, or ignore_index.
         reduction, ignore_index, label_smoothing, smoothing: as in `cross_entropy`.
         weight, z_loss: as in `cross_entropy`; weight has the classes' weights, [V].
+        softcap, temperature, return_entropy: as in `cross_entropy`.
 
     Returns:
         A scalar, or [...] for "none", in float32 (float64 for float64). The loss, and the gradients
-        of weight and bias, are summed in this dtype.
+        of weight and bias, are summed in this dtype. With return_entropy, (loss, entropy), as in
+        `cross_entropy`.
 
     Raises:
         ValueError: as `cross_entropy`; a weight whose width is not N.
@@ -162,7 +183,8 @@ def linear_cross_entropy(
         raise wrong_shape("linear_bias", linear_bias, f"[V] = [{classes}]")
     labels = reduction, ignore_index, label_smoothing, smoothing
     given = dict(input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
-    return _loss("linear_cross_entropy", given, classes, labels, weight, z_loss)
+    options = weight, z_loss, softcap, temperature, return_entropy
+    return _loss("linear_cross_entropy", given, classes, labels, *options)
 
 
 def _loss(
@@ -172,7 +194,10 @@ def _loss(
     labels: tuple[str, int | None, float, str],
     weight: Tensor | None,
     z_loss: float,
-) -> Tensor:
+    softcap: float | None,
+    temperature: float,
+    return_entropy: bool,
+) -> Any:
     """Check the arguments that both losses have, and run the op.
 
     given: the tensors by name, the logits or the input first. labels: reduction, ignore_index,
@@ -216,14 +241,19 @@ def _loss(
         off = e / (classes - 1)
         options |= dict(label_smoothing=e + off, smoothing="uniform")
         constant = _negative_entropy(target, ignored, reduction, (1 - e, off, classes), weight)
-    if weight is not None:
-        options["weight"] = _require_weight(weight, classes, name, x)
-    if z := require_not_negative("z_loss", z_loss):
-        options["z_loss"] = z
-    loss = backends.run(op, **given, **options)
+    options |= dict(
+        weight=None if weight is None else _require_weight(weight, classes, name, x),
+        z_loss=require_not_negative("z_loss", z_loss),
+        softcap=checked_softcap(softcap),
+        temperature=require_positive("temperature", temperature),
+        return_entropy=require_flag("return_entropy", return_entropy),
+    )
+    result = backends.run(op, **given, **options)
     if constant is None:
-        return loss
-    return loss + backends.replicated_like(constant, loss).to(loss.dtype)
+        return result
+    loss, *entropy = result if return_entropy else (result,)
+    loss = loss + backends.replicated_like(constant, loss).to(loss.dtype)
+    return (loss, *entropy) if return_entropy else loss
 
 
 def _require_weight(weight: Tensor, classes: int, name: str, x: Tensor) -> Tensor:
@@ -279,7 +309,7 @@ _OF_LOGITS = operation.Operation(
     cross_entropy,
     reference.cross_entropy,
     _SHARDING,
-    without_kernel=("weight", "z_loss"),
+    unsharded=dict(weight=None, z_loss=0.0, softcap=None, temperature=1.0, return_entropy=False),
 )
 backends.register(
     _OF_LOGITS,

@@ -26,10 +26,13 @@ def cross_entropy(
     smoothing: str = "uniform",
     weight: Tensor | None = None,
     z_loss: float | Tensor = 0.0,
-) -> Tensor:
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> Any:
     v = logits.shape[-1]
     x, flat = logits.reshape(-1, v), target.reshape(-1)
-    x = x if x.dtype == torch.float64 else x.float()
+    x = formed(x if x.dtype == torch.float64 else x.float(), softcap, temperature)
     weight = None if weight is None else weight.to(x.dtype)
     if smoothing == "uniform" and label_smoothing <= 1:
         labels = ignore_index, None, reduction, label_smoothing
@@ -44,7 +47,18 @@ def cross_entropy(
         kept = flat != ignore_index
         squares = torch.where(kept, z_loss * x.logsumexp(-1).square(), 0.0)
         loss = loss + _reduced(squares.view(target.shape), kept, reduction)
-    return loss
+    if not return_entropy:
+        return loss
+    logp = x.log_softmax(-1).clamp(min=torch.finfo(x.dtype).min)  # 0 times -inf would be NaN
+    entropy = torch.where(flat != ignore_index, -(logp.exp() * logp).sum(-1), 0.0)
+    return loss, entropy.view(target.shape)
+
+
+def formed(x: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    """Return softcap tanh(x / softcap) / temperature."""
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    return x if temperature == 1 else x / temperature
 
 
 def usual_cross_entropy(
@@ -137,14 +151,19 @@ def linear_cross_entropy(
     smoothing: str = "uniform",
     weight: Tensor | None = None,
     z_loss: float = 0.0,
-) -> Tensor:
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> Any:
     tensors = input, linear_weight, linear_bias
     labels = ignore_index, label_smoothing, smoothing
-    if weight is None and not z_loss and _saves_passes(*tensors):
+    form = softcap, temperature, return_entropy
+    usual = weight is None and not z_loss and form == (None, 1.0, False)
+    if usual and _saves_passes(*tensors):
         rows = _LinearLoss.apply(*tensors, target, *labels)
         return _reduced(rows, target != ignore_index, reduction)
-    if (weight is None and not z_loss) or not _in_eager_mode(*tensors):
-        return cross_entropy(F.linear(*tensors), target, reduction, *labels, weight, z_loss)
+    if usual or not _in_eager_mode(*tensors):
+        return cross_entropy(F.linear(*tensors), target, reduction, *labels, weight, z_loss, *form)
     kept = count = target != ignore_index
     z: float | Tensor = z_loss
     if weight is not None:
@@ -152,8 +171,9 @@ def linear_cross_entropy(
         count = weight[target.where(kept, 0)] * kept
         if z_loss and reduction == "mean":  # its mean is over the rows, that of the loss over w
             z = z_loss * count.sum() / kept.sum().clamp(min=1)
-    rows = _ChunkedLoss.apply(*tensors, target, (*labels, weight, z))
-    return _reduced(rows, count, reduction)
+    rows, *entropy = _ChunkedLoss.apply(*tensors, target, (*labels, weight, z, *form))
+    loss = _reduced(rows, count, reduction)
+    return (loss, *entropy) if return_entropy else loss
 
 
 def _in_eager_mode(*tensors: Tensor | None) -> bool:
@@ -245,7 +265,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Compute linear_cross_entropy of each row, without a reduction, chunk of rows by chunk.
+    """Compute linear_cross_entropy of each row, without a reduction, and its entropy, chunk of rows
+    by chunk.
 
     It never holds more logits than those of a chunk: the backward computes them again. The
     gradients of weight and bias are summed in float32, or in float64 for float64.
@@ -259,37 +280,37 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         options: tuple[Any, ...],
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(input, weight, bias, target)
         ctx.options = options
-        rows = [
-            cross_entropy(F.linear(x, weight, bias), t, "none", *options)
+        found = [
+            _as_tuple(cross_entropy(F.linear(x, weight, bias), t, "none", *options))
             for x, t in _chunks(len(weight), input, target)
         ]
-        return torch.cat(rows).view(target.shape)
+        return tuple(torch.cat(parts).view(target.shape) for parts in zip(*found))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, target = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
             x, w = input.view_as(input), weight.view_as(weight)
             b = None if bias is None else bias.view_as(bias)
-            rows = cross_entropy(F.linear(x, w, b), target, "none", *ctx.options)
+            rows = _as_tuple(cross_entropy(F.linear(x, w, b), target, "none", *ctx.options))
             wanted = [x for x, need in zip((x, w, b), needs) if x is not None and need]
-            found = iter(torch.autograd.grad(rows, wanted, grad, create_graph=True))
+            found = iter(torch.autograd.grad(rows, wanted, grads, create_graph=True))
             return *(next(found) if need else None for need in needs), None, None
         # In float16 the gradients of a mean would underflow: the largest row has the factor 1.
-        half = grad.numel() and input.dtype == torch.float16
-        unit = grad.abs().amax().clamp(min=1e-30) if half else None
-        grad = grad if unit is None else grad / unit
+        half, wide = grads[0].numel() and input.dtype == torch.float16, grads[0].dtype
+        unit = torch.stack(grads).abs().amax().clamp(min=1e-30) if half else None
+        grads = grads if unit is None else tuple(x / unit for x in grads)
         dinput = torch.empty_like(input, memory_format=torch.contiguous_format)
-        dw = torch.zeros_like(weight, dtype=grad.dtype) if needs[1] else None
-        db = torch.zeros_like(bias, dtype=grad.dtype) if needs[2] else None
-        for x, t, g, dx in _chunks(len(weight), input, target, grad, dinput):
+        dw = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        db = torch.zeros_like(bias, dtype=wide) if needs[2] else None
+        for x, t, dx, *g in _chunks(len(weight), input, target, dinput, *grads):
             logits = F.linear(x, weight, bias).requires_grad_()
             with torch.enable_grad():
-                rows = cross_entropy(logits, t, "none", *ctx.options)
+                rows = _as_tuple(cross_entropy(logits, t, "none", *ctx.options))
             [grad_logits] = torch.autograd.grad(rows, logits, g)
             if needs[0]:
                 torch.mm(grad_logits, weight, out=dx)
@@ -301,6 +322,10 @@ class _ChunkedLoss(torch.autograd.Function):
         if unit is not None:
             sums = [None if x is None else x * unit for x in sums]
         return *(None if x is None else x.to(input.dtype) for x in sums), None, None
+
+
+def _as_tuple(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
 
 
 def _chunks(classes: int, input: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:

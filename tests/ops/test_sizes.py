@@ -250,8 +250,10 @@ def test_losses_past_int32(last_program, random):
 
     def run(rows):
         logits, target = x.expand(rows, FEATURES), torch.ones(rows, dtype=torch.int64)
-        options = "sum", -100, 0.1, "uniform", lse.expand(rows, 2).contiguous(), torch.empty(0)
-        return [cross_entropy.backward(torch.tensor(1.0), logits, target, *options, [True])]
+        options = "sum", -100, 0.1, "uniform", None, 0.0, None, 1.0, False
+        saved = lse.expand(rows, 2).contiguous(), torch.empty(0)
+        given = torch.tensor(1.0), None, logits, target, *options, *saved
+        return [cross_entropy.backward(*given, [True])]
 
     same_in_the_end(run)
 

@@ -58,9 +58,10 @@ def scores(keys=S):
 
 
 DROPOUT = dict(dropout_p=0.5, dropout_seed=3)
+FORM = dict(alpha=1.5, limit=2.0, offset=1.0)  # of a gated activation
 LOSS = dict(
     reduction="mean", ignore_index=0, label_smoothing=0.1, smoothing="kl",
-    weight=floats(V).abs(), z_loss=0.1,
+    weight=floats(V).abs(), z_loss=0.1, softcap=5.0, temperature=0.7, return_entropy=False,
 )  # fmt: skip
 
 
@@ -110,9 +111,9 @@ OPS = {
         activation="relu", **DROPOUT, shard=(32, 16, 2 * 16),
     ),
     "geglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT, shard=(32, 16, 2 * 16)),
-    "swiglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT, shard=(32, 16, 2 * 16)),
+    "swiglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT, shard=(32, 16, 2 * 16), **FORM),
     "gated_activation": lambda: dict(
-        gate=floats(B, F), value=floats(B, F), activation="gelu",
+        gate=floats(B, F), value=floats(B, F), activation="silu", **FORM,
     ),
     "embed": lambda: dict(
         tokens=ids(B, S), weight=floats(V, D), positional=floats(S, D), scale=2.0, padding_idx=0,
@@ -228,7 +229,8 @@ CALLS = {
         interleaved=True, dtype=torch.float32, device="cpu")),
     "MultiHeadedAttention": lambda: (
         ff.MultiHeadedAttention, lambda: dict(
-            h=H, d_model=D, dropout=0.1, kv_heads=1, qk_norm=True, sinks=True)),
+            h=H, d_model=D, dropout=0.1, kv_heads=1, qk_norm=True, sinks=True,
+            gate=True)),
     "MultiHeadedAttention.forward": lambda: (ff.MultiHeadedAttention(H, D).forward, lambda: dict(
         query=floats(B, T, D), key=floats(B, S, D), value=floats(B, S, D),
         mask=torch.ones(B, 1, S, dtype=torch.long), bias=floats(H, T, S),
@@ -489,9 +491,12 @@ LEGITIMATE = {
         "*norm.eps too large", "*Norm.eps too large", "rotary_embedding.eps too large"],
     "torch adds a mask of any floats": [
         "decode_step.memory_mask half", "decode_step.memory_key_padding_mask wrong dtype"],
-    "a huge temperature only flattens": ["s*.temperature too large"],
+    "a huge temperature only flattens": ["s*.temperature too large",
+        "*cross_entropy.temperature too large"],
     "every 64 bits seed torch's generator": ["sample.seed negative", "stream_tokens.seed negative"],
     "a huge penalty rules repetition out": ["*.repetition_penalty too large"],
+    "any positive alpha and limit, and any offset": [f"*.{of} too large" for of in (
+        "alpha", "limit", "offset")] + ["*.offset negative"],
     "a huge softcap caps nothing": ["*.softcap too large"],
     "a token may be counted from the end, as in torch": ["*mbed*.padding_idx negative",
         "make_*.padding_idx negative"],
@@ -543,13 +548,8 @@ NAMED = {
 def test_ops(op, backend):
     function = getattr(ff, op)
     assert set(OPS[op]()) == set(inspect.signature(function).parameters)
-    left_out = ("weight", "z_loss") if backend == "triton" and "cross_entropy" in op else ()
-
-    def right():
-        return {name: x for name, x in OPS[op]().items() if name not in left_out}
-
-    function(**right())
-    found = complaints(op, function, right)
+    function(**OPS[op]())
+    found = complaints(op, function, OPS[op])
     assert not found, "\n".join(found)
 
 

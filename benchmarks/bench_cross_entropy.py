@@ -61,6 +61,28 @@ LINEAR = {
 }
 
 
+@pytest.mark.parametrize("provider", [*available("torch", "compile"), *OURS])
+def test_linear_kl_div(compare, random, device, mode):
+    classes = CLASSES[0]
+    x, weight = random(ROWS, WIDTH), random(classes, WIDTH, unit_sum=True)
+    teacher = random(ROWS, WIDTH), random(classes, WIDTH, unit_sum=True)
+    both = mode == "forward+backward"
+    compare(
+        f"linear_kl_div V={classes} rows={ROWS}", DIVERGENCE, ff.linear_kl_div,
+        (x, weight, *(y.detach() for y in teacher)),
+        flops=2 * ROWS * WIDTH * classes * (4 if both else 2),
+        nbytes=2 * (x.nbytes + weight.nbytes), rows=ROWS, width=WIDTH, classes=classes,
+    )  # fmt: skip
+
+
+def _torch_divergence(x, weight, y, teacher):
+    s, t = (F.linear(*given).float().log_softmax(-1) for given in ((x, weight), (y, teacher)))
+    return F.kl_div(s, t, reduction="batchmean", log_target=True)
+
+
+DIVERGENCE = {"torch": _torch_divergence, "compile": compiled(_torch_divergence)}
+
+
 @pytest.mark.parametrize("provider", [*PEERS, *available("quack"), *OURS])
 @pytest.mark.parametrize("classes", CLASSES)
 def test_cross_entropy(compare, random, device, mode, classes):

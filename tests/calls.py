@@ -373,6 +373,26 @@ def linear_cross_entropy(draw):
     return tensors, options
 
 
+def linear_kl_div(draw):
+    lead, classes, d, k = draw.lead(), *(draw.size(most=n) for n in (40, 12, 12))
+    tensors = {
+        "input": draw.normal(*lead, d),
+        "linear_weight": draw.normal(classes, d, scale=d**-0.5),
+        "linear_bias": draw.normal(classes) if draw.often() else None,
+    }
+    options = {
+        "teacher_input": draw.normal(*lead, k),
+        "teacher_weight": draw.normal(classes, k, scale=k**-0.5),
+        "teacher_bias": draw.normal(classes) if draw.often() else None,
+        "mask": draw.view(draw.random.random(lead) < 0.7, False) if draw.often() else None,
+        "reduction": draw.one("sum", "none"),
+        "reverse": draw.often(),
+        "softcap": draw.one(None, 3.0),
+        "temperature": draw.one(1.0, 0.7),
+    }
+    return tensors, options
+
+
 DRAWN = [
     scaled_dot_product_attention,
     attention_weights,
@@ -390,6 +410,7 @@ DRAWN = [
     rotary_embedding,
     cross_entropy,
     linear_cross_entropy,
+    linear_kl_div,
 ]
 
 

@@ -109,7 +109,7 @@ def _facts(op: str, size: int, kind: str) -> Case:
 
 
 LETTERS = dict.fromkeys(("attention", "decode", "rotary_embedding", "feed_forward"), "d")
-LETTERS["cross_entropy"] = "v"
+LETTERS["cross_entropy"] = LETTERS["linear_kl_div"] = "v"
 
 
 def _add(
@@ -175,6 +175,7 @@ for _v in (32768, 50257):
     _case = CASES[f"sm_90 cross_entropy bf16 V={_v}"]
     CASES[f"sm_90 cross_entropy bf16 V={_v} ahead"] = {**_case, "ahead": True}
     CASES[f"sm_90 cross_entropy bf16 V={_v} every option"] = {**_case, "every": True}
+_add("sm_90", "linear_kl_div", "bf16", (32768,))
 _ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu2"
 _add("sm_90", "feed_forward", "bf16", (1024,), _dropped(_ACTIVATIONS, *_BOTH))
 _add("sm_90", "feed_forward", "fp32", (1024,), _dropped(["relu", "gelu"]))

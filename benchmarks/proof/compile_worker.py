@@ -38,6 +38,7 @@ import triton.language as tl
 from fastformer.kernels import embedding, feed_forward, launch, rotary, tuned
 from fastformer.kernels.attention import launchers as attention
 from fastformer.kernels.attention.configurations import Tiles
+from fastformer.kernels.cross_entropy import divergence
 from fastformer.kernels.cross_entropy import launchers as cross_entropy
 from fastformer.kernels.layer_norm import launchers as layer_norm
 from triton import knobs
@@ -406,6 +407,13 @@ def call_cross_entropy(case: dict[str, Any], recorder: Recorder) -> None:
         cross_entropy.backward(*saved, [True])
 
 
+def call_linear_kl_div(case: dict[str, Any], recorder: Recorder) -> None:
+    v, dtype = case["v"], DTYPES[case["dtype"]]
+    x, weight = empty(2048, 64, dtype=dtype), empty(v, 64, dtype=dtype)
+    options = x, weight, None, None, None, "mean", False, 30.0, 0.7
+    divergence.forward(x, weight, *options, [True, True, False])
+
+
 def call_embed(case: dict[str, Any], recorder: Recorder) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     weight, positional = empty(32768, n, dtype=dtype), empty(512, n, dtype=dtype)
@@ -468,6 +476,7 @@ CALLS = {
     "dropout_add_layer_norm": call_dropout_add_layer_norm,
     "dropout_add_rms_norm": call_dropout_add_rms_norm,
     "cross_entropy": call_cross_entropy,
+    "linear_kl_div": call_linear_kl_div,
     "embed": call_embed,
     "rotary_embedding": call_rotary_embedding,
     "geglu": call_gated,

@@ -88,4 +88,6 @@ def calls(
     tokens, table = integers(0, V, B, S), normal(V, N, scale=2 * N**-0.5)
     yield "embed", dict(tokens=tokens, weight=table, positional=normal(S, N)) | dropout
     yield "linear_cross_entropy", dict(input=rows, linear_weight=table, target=tokens)
+    teacher = dict(teacher_input=normal(B, S, N), teacher_weight=normal(V, N, scale=2 * N**-0.5))
+    yield "linear_kl_div", dict(input=rows, linear_weight=table, temperature=2.0, **teacher)
     yield "cross_entropy", dict(logits=normal(B * S, V, scale=2.0), target=tokens.flatten())

@@ -15,7 +15,7 @@ from fastformer.ops.feed_forward.contract import (
     geglu,
     swiglu,
 )
-from fastformer.ops.loss.contract import cross_entropy, linear_cross_entropy
+from fastformer.ops.loss.contract import cross_entropy, linear_cross_entropy, linear_kl_div
 from fastformer.ops.norms.contract import (
     dropout_add_layer_norm,
     dropout_add_rms_norm,

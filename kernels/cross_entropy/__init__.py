@@ -39,4 +39,5 @@ Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7,
 from __future__ import annotations
 
 from ..common import INTERPRETED as INTERPRETED
+from . import divergence as divergence
 from .launchers import supports as supports

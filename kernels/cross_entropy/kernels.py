@@ -37,6 +37,14 @@ class Form(NamedTuple):
     scale: Any
 
 
+class Terms(NamedTuple):
+    """What the loss and the gradients of a row are made of. W: [V], the weights of the classes."""
+
+    labels: Any
+    W: Any
+    form: Any
+
+
 class Strides(NamedTuple):
     """The row strides of the logits, of the losses' gradients and of the logits' gradients."""
 
@@ -112,7 +120,7 @@ def _aligned(offset, case: tl.constexpr):
 
 
 @triton.jit
-def _row(X, offset, V, case: tl.constexpr):
+def row_of(X, offset, V, case: tl.constexpr):
     """Return the row of V classes that starts at an offset."""
     block: tl.constexpr = case.columns // case.group
     if block == 1:
@@ -126,7 +134,7 @@ def _row(X, offset, V, case: tl.constexpr):
 
 
 @triton.jit
-def _offsets(row, o, EDGE: tl.constexpr, case: tl.constexpr):
+def offsets_of(row, o, EDGE: tl.constexpr, case: tl.constexpr):
     """Return the offsets from row.x of the groups in the block that begins with group o, [groups,
     1]; a number if a block is one group.
     """
@@ -140,7 +148,7 @@ def _offsets(row, o, EDGE: tl.constexpr, case: tl.constexpr):
 
 
 @triton.jit
-def _exist(row, classes, V, case: tl.constexpr):
+def exist(row, classes, V, case: tl.constexpr):
     """Return which classes, numbered from row.head on, exist."""
     if case.columns == case.group:
         return classes < V
@@ -149,7 +157,7 @@ def _exist(row, classes, V, case: tl.constexpr):
 
 
 @triton.jit
-def _formed(x, form, case: tl.constexpr):
+def formed(x, form, case: tl.constexpr):
     """Return y, the logits after softcap and temperature, from x."""
     if case.softcap:
         x = form.softcap * (1.0 - 2.0 / (tl.math.exp2(x / form.softcap * (2 * LOG2E)) + 1.0))
@@ -157,7 +165,7 @@ def _formed(x, form, case: tl.constexpr):
 
 
 @triton.jit
-def _slope(y, form, case: tl.constexpr):
+def slope_of(y, form, case: tl.constexpr):
     """Return the derivative dy / dx."""
     slope = form.scale
     if case.softcap:
@@ -167,31 +175,32 @@ def _slope(y, form, case: tl.constexpr):
 
 
 @triton.jit
-def _add(sums, row, o, labels, origin, W, form, EDGE: tl.constexpr, case: tl.constexpr):
+def _add(sums, row, o, terms, origin, EDGE: tl.constexpr, case: tl.constexpr):
     """Add a block of a row to the running sums, [groups] each: m, the maximum; l, the sum of exp(y
     - m); the sum of w (y - origin), for smoothing; and the sum of exp(y - m) (y - m).
     """
     m, l, total, moment = sums
-    offsets = _offsets(row, o, EDGE, case)
+    labels, W, form = terms
+    offsets = offsets_of(row, o, EDGE, case)
     k = tl.arange(0, case.group)[None, :]
     classes = offsets + k  # from row.head on
     if EDGE:
-        ok = _exist(row, classes, labels.V, case)
-        x = _formed(tl.load(row.x + classes, mask=ok, other=float("-inf")).to(case.acc), form, case)
+        ok = exist(row, classes, labels.V, case)
+        x = formed(tl.load(row.x + classes, mask=ok, other=float("-inf")).to(case.acc), form, case)
         if case.softcap:
             x = tl.where(ok, x, float("-inf"))
     else:
-        x = _formed(tl.load(row.x + classes).to(case.acc), form, case)
+        x = formed(tl.load(row.x + classes).to(case.acc), form, case)
     m_new = tl.maximum(m, tl.max(x, 1))
     # Without a finite logit so far, -inf - -inf would be NaN.
     seen = tl.where(m_new == float("-inf"), 0.0, m_new)
     factor = tl.math.exp2((m - seen) * LOG2E)
-    terms = tl.math.exp2((x - seen[:, None]) * LOG2E)
+    exps = tl.math.exp2((x - seen[:, None]) * LOG2E)
     if case.entropy:  # 0 times -inf would be NaN
         moment = factor * (moment + tl.where(l > 0.0, l * (m - seen), 0.0))
-        moment += tl.sum(tl.where(x == float("-inf"), 0.0, terms * (x - seen[:, None])), 1)
+        moment += tl.sum(tl.where(x == float("-inf"), 0.0, exps * (x - seen[:, None])), 1)
     l = l * factor
-    l += tl.sum(terms, 1)
+    l += tl.sum(exps, 1)
     if case.smooth:
         part = x - origin
         if case.weighted:
@@ -208,17 +217,18 @@ def _add(sums, row, o, labels, origin, W, form, EDGE: tl.constexpr, case: tl.con
 
 
 @triton.jit
-def _store_block(row, dx, o, target, labels, W, form, EDGE: tl.constexpr, case: tl.constexpr):
+def _store_block(row, dx, o, target, terms, EDGE: tl.constexpr, case: tl.constexpr):
     """Store the gradients of a block of a row; dx points to the gradient of class row.head."""
-    offsets = _offsets(row, o, EDGE, case)
+    labels, W, form = terms
+    offsets = offsets_of(row, o, EDGE, case)
     k = tl.arange(0, case.group)[None, :]
     classes = offsets + k  # from row.head on
     if EDGE:
-        ok = _exist(row, classes, labels.V, case)
+        ok = exist(row, classes, labels.V, case)
         x = tl.load(row.x + classes, mask=ok, other=0.0).to(case.acc)
     else:
         x = tl.load(row.x + classes).to(case.acc)
-    x = _formed(x, form, case)
+    x = formed(x, form, case)
     # dy = g (share softmax - w ((on - off) [c = t] + off [c != pad])), dx = dy slope
     softmax = tl.math.exp2((x - target.shift) * LOG2E) * target.part
     y = softmax
@@ -242,7 +252,7 @@ def _store_block(row, dx, o, target, labels, W, form, EDGE: tl.constexpr, case: 
         moment = tl.where(softmax > 0.0, softmax * (x - target.shift - target.mean), 0.0)
         y -= target.g_entropy * moment
     if case.softcap or case.scale:
-        y = y * _slope(x, form, case)
+        y = y * slope_of(x, form, case)
     y = y.to(dx.dtype.element_ty)
     if EDGE:
         tl.store(dx + classes, y, mask=ok)
@@ -251,15 +261,15 @@ def _store_block(row, dx, o, target, labels, W, form, EDGE: tl.constexpr, case: 
 
 
 @triton.jit
-def _store_row(row, DX, offset, target, labels, W, form, case: tl.constexpr):
+def _store_row(row, DX, offset, target, terms, case: tl.constexpr):
     """Store the gradients of a row into DX, starting at an offset."""
     block: tl.constexpr = case.columns // case.group
     # `_aligned` shows the compiler that the stores are aligned.
     dx = DX + _aligned(offset, case) if case.together else DX + (offset + row.head)
     for o in tl.range(0, row.full, block):
-        _store_block(row, dx, o, target, labels, W, form, False, case)
+        _store_block(row, dx, o, target, terms, False, case)
     for o in tl.range(row.full, row.end, block):
-        _store_block(row, dx, o, target, labels, W, form, True, case)
+        _store_block(row, dx, o, target, terms, True, case)
 
 
 @triton.jit
@@ -287,11 +297,12 @@ def _share(w_t, labels, totals, case: tl.constexpr):
 
 
 @triton.jit
-def _target(t, shift, log_sum, g, W, labels, totals, case: tl.constexpr):
+def _target(t, shift, log_sum, g, terms, totals, case: tl.constexpr):
     """Return the `Target` of a row. g is the gradient of its loss unless the target is ignored."""
+    labels = terms.labels
     near = tl.minimum(tl.maximum(t, -1), labels.V).to(tl.int32)  # a bad target is no class
     g = tl.where(t != labels.ignore_index, g, 0.0)
-    share = _share(_weight(W, t, labels, case), labels, totals, case)
+    share = _share(_weight(terms.W, t, labels, case), labels, totals, case)
     if case.z:
         share += 2.0 * labels.z_loss * totals.z_factor * (shift + log_sum)
     return Target(near, shift, tl.math.exp2(log_sum * -LOG2E), g, share, 0.0, 0.0)
@@ -340,22 +351,23 @@ def loss_kernel(
     classes that smoothing gives a probability.
     """
     block: tl.constexpr = case.columns // case.group
+    terms = Terms(labels, W, form)
     i = tl.program_id(0).to(tl.int64)
     t = tl.load(T + i)
     x_t = tl.load(X + i * strides.x + t, mask=_known(t, labels), other=0.0).to(case.acc)
-    x_t = _formed(x_t, form, case)
+    x_t = formed(x_t, form, case)
     origin = tl.where(x_t == float("-inf"), 0.0, x_t)  # keeps a common offset out of the sum
-    row = _row(X, i * strides.x, labels.V, case)
+    row = row_of(X, i * strides.x, labels.V, case)
     m = tl.full([block], float("-inf"), case.acc)
     l = tl.zeros([block], case.acc)
     total = tl.zeros([block], case.acc)
     moment = tl.zeros([block], case.acc)
     for o in tl.range(0, row.full, block):
         sums = m, l, total, moment
-        m, l, total, moment = _add(sums, row, o, labels, origin, W, form, False, case)
+        m, l, total, moment = _add(sums, row, o, terms, origin, False, case)
     for o in tl.range(row.full, row.end, block):
         sums = m, l, total, moment
-        m, l, total, moment = _add(sums, row, o, labels, origin, W, form, True, case)
+        m, l, total, moment = _add(sums, row, o, terms, origin, True, case)
     top = tl.max(m, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     parts = tl.math.exp2((m - shift) * LOG2E)
@@ -381,8 +393,8 @@ def loss_kernel(
         tl.store(ENTROPY + i, tl.where(t != labels.ignore_index, log_sum - moment, 0.0))
     if case.ahead:
         part = _part_of_mean(totals, case)
-        target = _target(t, shift, log_sum, part, W, labels, totals, case)
-        _store_row(row, DX, i * strides.dx, target, labels, W, form, case)
+        target = _target(t, shift, log_sum, part, terms, totals, case)
+        _store_row(row, DX, i * strides.dx, target, terms, case)
 
 
 @triton.jit
@@ -409,15 +421,15 @@ def gradient_kernel(
     if case.ahead:
         if g == 1.0:
             return
-    totals = _totals(TOTALS, classes, case)
+    terms, totals = Terms(labels, W, form), _totals(TOTALS, classes, case)
     g = g * _part_of_mean(totals, case)
     statistics = LSE + i * (3 if case.entropy else 2)
     shift, log_sum = tl.load(statistics), tl.load(statistics + 1)
     t = tl.load(T + i)
-    target = _target(t, shift, log_sum, g, W, labels, totals, case)
+    target = _target(t, shift, log_sum, g, terms, totals, case)
     if case.entropy:
         g_entropy = tl.where(t != labels.ignore_index, tl.load(G_ENTROPY + i).to(case.acc), 0.0)
         mean = tl.load(statistics + 2)
         target = Target(target.t, shift, target.part, target.g, target.share, g_entropy, mean)
-    row = _row(X, i * strides.x, labels.V, case)
-    _store_row(row, DX, i * strides.dx, target, labels, W, form, case)
+    row = row_of(X, i * strides.x, labels.V, case)
+    _store_row(row, DX, i * strides.dx, target, terms, case)

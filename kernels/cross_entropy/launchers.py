@@ -34,11 +34,11 @@ CHUNK = 2048  # rows of logits that the linear form holds, unless a measurement 
 CHUNKS = (256, 512, 1024, 2048, 4096)  # its choices: at most twice the memory
 
 
-def configuration(v: int, arch: str) -> tuple[int, int]:
-    """Choose how many classes a program reads at a time, and its warps."""
-    most = 65536 if arch == "interpreter" else 4096
+def configuration(v: int, arch: str, rows: int = 1) -> tuple[int, int]:
+    """Choose how many classes of `rows` rows a program reads at a time, and its warps."""
+    most = 65536 if arch == "interpreter" else 4096 // rows
     block = max(16, min(next_power_of_2(v), most))
-    return block, max(1, min(8, block // 512))
+    return block, max(1, min(8, block * rows // 512))
 
 
 def blocks(v: int) -> list[tuple[int, int]]:
@@ -83,10 +83,11 @@ class Loss(NamedTuple):
         """Return room for what the backward reads of the rows of `like` [M]."""
         return like.new_empty(like.numel(), 3 if self.entropy else 2)
 
-    def block(self, kernel: str, x: Tensor, smooth: bool, ahead: bool) -> Any:
+    def block(self, kernel: str, x: Tensor, smooth: bool, ahead: bool, weighted: bool) -> Any:
         """Return the classes of a block and the warps, either measured or shipped."""
         name = named(x.dtype, rows=len(x), classes=self.v) + " smooth" * smooth + " ahead" * ahead
-        shipped = configuration(self.v, architecture(x.device))
+        name += " weighted" * weighted + " entropy" * self.entropy
+        shipped = configuration(self.v, architecture(x.device), 1 + (weighted or self.entropy))
         tuning_key = TuningKey(
             f"cross_entropy {kernel}", name, shipped, functools.partial(blocks, self.v)
         )
@@ -95,9 +96,8 @@ class Loss(NamedTuple):
     def launch(self, kernel: Any, x: Tensor, dx: Tensor | None, g: Any, **case: bool) -> Launch:
         """Make the launch of a kernel for logits x [M, V]. g: the stride of the grad_losses."""
         labels = self.labels()
-        block, warps = self.block(
-            kernel.fn.__name__.removesuffix("_kernel"), x, labels.off > 0, case["ahead"]
-        )
+        flags = labels.off > 0, case["ahead"], case["weighted"]
+        block, warps = self.block(kernel.fn.__name__.removesuffix("_kernel"), x, *flags)
         group = group_size(x, block)
         strides = Strides(x.stride(0), g, 0 if dx is None else dx.stride(0))
         arguments: dict[str, Any] = dict(
@@ -194,7 +194,7 @@ def _totals_of(
     return torch.stack([of_targets, z_factor, smoothed])
 
 
-def _reduced(loss: Tensor, totals: Tensor, shape: Any, reduction: str) -> Tensor:
+def reduced(loss: Tensor, totals: Tensor, shape: Any, reduction: str) -> Tensor:
     if reduction == "none":
         return loss.view(shape)
     total = loss.sum()
@@ -274,7 +274,7 @@ def forward(logits, target, *options):
     with on_device(logits):
         more = gradient.view(-1, v) if ahead else None, weight, entropy if loss.entropy else None
         loss.loss(x, flat, rows, lse, totals, *more, reduction == "mean")
-    return _reduced(rows, totals, target.shape, reduction), entropy, lse, totals, gradient
+    return reduced(rows, totals, target.shape, reduction), entropy, lse, totals, gradient
 
 
 def _fake_backward(grad_loss, grad_entropy, logits, *_):
@@ -331,7 +331,7 @@ def _of_entropy(loss: Loss, grad_entropy: Tensor | None, lse: Tensor) -> Tensor 
 # ---------------------------------------------------------------------------- of a linear layer
 
 
-def _chunk(x: Tensor, v: int) -> int:
+def chunk_of(x: Tensor, v: int) -> int:
     """Return how many rows of logits are held at a time, for x [M, N] and V classes."""
     key = "linear_cross_entropy chunk", x.device, x.dtype, x.shape, v, CHUNK
     chunk = plans.get(key)
@@ -350,7 +350,7 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _gradients(input, weight, bias, wanted) -> list[Tensor]:
+def gradients_of(input, weight, bias, wanted) -> list[Tensor]:
     """Make zeros for dinput (in its dtype), dw and db (in the accumulator's), empty if unwanted."""
     wide = accumulator(input)
     like = ((input, input.dtype), (weight, wide), (bias, wide))
@@ -360,7 +360,7 @@ def _gradients(input, weight, bias, wanted) -> list[Tensor]:
     ]
 
 
-def _accumulate(dx, x, weight, sums, wanted, part) -> None:
+def accumulate(dx, x, weight, sums, wanted, part) -> None:
     """Write a chunk's rows of dinput, and add to dw and db what the chunk contributes."""
     dinput, dw, db = sums
     if wanted[0]:
@@ -381,7 +381,7 @@ def _fake_linear(input, linear_weight, target, linear_bias, *rest):
     *options, needs = rest
     loss, entropy, lse, totals = _fake_statistics(input, target, options)
     saved = [want and _sums_ahead(options[0], options[-1]) for want in needs]
-    return loss, entropy, lse, totals, *_gradients(input, linear_weight, linear_bias, saved)
+    return loss, entropy, lse, totals, *gradients_of(input, linear_weight, linear_bias, saved)
 
 
 _LINEAR = f"Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, {_OPTIONS}"
@@ -404,8 +404,8 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
     rows = input.new_empty(len(x), dtype=dtype)
     lse, entropy = loss.statistics(rows), torch.empty_like(rows) if loss.entropy else None
     wanted = [want and _sums_ahead(reduction, loss.entropy) for want in needs]
-    sums = _gradients(input, linear_weight, linear_bias, wanted)
-    totals, chunk = _totals_of(flat, loss, reduction, weight, dtype), _chunk(x, v)
+    sums = gradients_of(input, linear_weight, linear_bias, wanted)
+    totals, chunk = _totals_of(flat, loss, reduction, weight, dtype), chunk_of(x, v)
     with on_device(input):
         for first in range(0, len(x), chunk):
             part = slice(first, first + chunk)
@@ -415,23 +415,34 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
             of_rows = None if entropy is None else entropy[part]
             loss.loss(logits, flat[part], rows[part], lse[part], *more, of_rows)
             if any(wanted):
-                _accumulate(logits, x[part], linear_weight, sums, wanted, part)
+                accumulate(logits, x[part], linear_weight, sums, wanted, part)
     found = rows.new_empty(0) if entropy is None else entropy.view(target.shape)
-    return _reduced(rows, totals, target.shape, reduction), found, lse, totals, *sums
+    return reduced(rows, totals, target.shape, reduction), found, lse, totals, *sums
 
 
-def _fake_linear_backward(
-    grad_loss, grad_entropy, input, linear_weight, target, linear_bias, *rest
-):
-    likes = zip(rest[-1], (input, linear_weight, linear_bias))
-    return tuple(x.new_empty(x.shape) if need else input.new_empty(0) for need, x in likes)
+def fake_gradients(needs, *inputs):
+    none = inputs[0].new_empty(0)
+    return tuple(x.new_empty(x.shape) if need else none.clone() for need, x in zip(needs, inputs))
+
+
+def without_underflow(input: Tensor, g: Tensor, more: Tensor | None = None) -> tuple[Any, ...]:
+    """Return a unit and the gradients of the rows in it, such that the largest is 1 in float16,
+    where those of a mean would underflow; in other dtypes the unit is None.
+    """
+    if input.dtype != torch.float16 or not g.numel():
+        return None, g, more
+    every = g if more is None else torch.stack([g, more])
+    unit = every.abs().amax().clamp(min=1e-30)
+    return unit, g / unit, None if more is None else more / unit
 
 
 @register(
     f"linear_cross_entropy_backward(Tensor grad_loss, Tensor? grad_entropy, {_LINEAR}, Tensor lse, "
     "Tensor totals, Tensor sum_input, Tensor sum_weight, Tensor sum_bias, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
-    _fake_linear_backward,
+    lambda _, __, input, linear_weight, target, linear_bias, *rest: fake_gradients(
+        rest[-1], input, linear_weight, linear_bias
+    ),
 )
 def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linear_bias, *rest):
     """Scale the gradients of the forward by grad_loss, and for mean by 1 / divisor. For none, and
@@ -450,12 +461,8 @@ def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linea
         x = input.reshape(target.numel(), n)
         flat, weight = _as_read(target, weight, lse.dtype)
         g = factor.expand(target.shape).reshape(-1).contiguous()
-        g_entropy, unit = _of_entropy(loss, grad_entropy, lse), None
-        if input.dtype == torch.float16 and len(x):  # the largest has the factor 1: no underflow
-            unit = g.abs().amax() if g_entropy is None else torch.stack([g, g_entropy]).abs().amax()
-            unit = unit.clamp(min=1e-30)
-            g, g_entropy = g / unit, None if g_entropy is None else g_entropy / unit
-        sums, chunk = _gradients(input, linear_weight, linear_bias, needs), _chunk(x, v)
+        unit, g, g_entropy = without_underflow(input, g, _of_entropy(loss, grad_entropy, lse))
+        sums, chunk = gradients_of(input, linear_weight, linear_bias, needs), chunk_of(x, v)
         with on_device(input):
             for first in range(0, len(x), chunk):
                 part = slice(first, first + chunk)
@@ -463,7 +470,7 @@ def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linea
                 of_rows = None if g_entropy is None else g_entropy[part]
                 more = logits, totals, weight, of_rows
                 loss.gradient(logits, flat[part], lse[part], g[part], *more)
-                _accumulate(logits, x[part], linear_weight, sums, needs, part)
+                accumulate(logits, x[part], linear_weight, sums, needs, part)
         sums = sums if unit is None else [x * unit for x in sums]
     likes = zip(sums, (input, linear_weight, linear_bias), needs)
     return tuple(total.to(x.dtype) if need else input.new_empty(0) for total, x, need in likes)

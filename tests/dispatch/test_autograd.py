@@ -108,6 +108,10 @@ ARGUMENTS = {
         (r(3, 5), r(6, 5), r.classes(4, 2, 0)),
         {"reduction": "none", "label_smoothing": 0.2},
     ),
+    "linear_kl_div": lambda r: (
+        (r(3, 5), r(6, 5), r(3, 4).detach(), r(6, 4).detach()),
+        {"linear_bias": r(6), "temperature": 0.5, "softcap": 4.0},
+    ),
     "feed_forward": lambda r: (
         (r(3, 4), r(6, 4), r(6), r(5, 6), r(5), "gelu", 0.25),
         {"dropout_seed": 1},

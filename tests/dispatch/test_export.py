@@ -150,6 +150,10 @@ CASES = {
         lambda x, y: ff.linear_cross_entropy(x, w, y),
         lambda b, t, s: (floats(b, t, D), ids(b, t)),
     ),
+    "linear_kl_div": (
+        lambda x, y: ff.linear_kl_div(x, w, y, w),
+        lambda b, t, s: (floats(b, t, D), floats(b, t, D)),
+    ),
     "padding": (attention, padded),
     "one mask for all": (attention, masked),
     "accelerate": (accelerated_encoder(), rows),

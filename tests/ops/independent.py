@@ -371,5 +371,27 @@ def cross_entropy(
     return [found, entropies.reshape(target.shape)] if return_entropy else [found]
 
 
+def linear_kl_div(
+    input, linear_weight, teacher_input, teacher_weight, *, linear_bias=None, teacher_bias=None,
+    mask=None, reduction="mean", reverse=False, temperature=1.0, softcap=None,
+):  # fmt: skip
+    logps = []
+    for logits in (
+        linear(input, linear_weight, linear_bias),
+        linear(teacher_input, teacher_weight, teacher_bias),
+    ):
+        capped = logits if softcap is None else softcap * np.tanh(logits / softcap)
+        x = capped / temperature
+        x = x - x.real.max(-1, keepdims=True)
+        logps.append(x - np.log(np.exp(x).sum(-1, keepdims=True)))
+    q, p = logps[::-1] if reverse else logps
+    rows = (np.exp(p) * (p - q)).sum(-1)
+    kept = np.ones(rows.shape, bool) if mask is None else mask
+    rows = np.where(kept, rows, 0)
+    if reduction == "none":
+        return [rows]
+    return [rows.sum() / (kept.sum() if reduction == "mean" else 1)]
+
+
 def linear_cross_entropy(input, linear_weight, target, linear_bias=None, **options):
     return [*cross_entropy(linear(input, linear_weight, linear_bias), target, **options)]

@@ -124,6 +124,12 @@ OPS = {
         interleaved=True, query_norm=floats(D), key_norm=floats(D), eps=1e-6,
     ),
     "cross_entropy": lambda: dict(logits=floats(B, T, V), target=ids(B, T), **LOSS),
+    "linear_kl_div": lambda: dict(
+        input=floats(B, D), linear_weight=floats(V, D), linear_bias=floats(V),
+        teacher_input=floats(B, S), teacher_weight=floats(V, S), teacher_bias=floats(V),
+        mask=torch.ones(B, dtype=torch.bool), reduction="mean", reverse=True, temperature=0.7,
+        softcap=5.0,
+    ),
     "linear_cross_entropy": lambda: dict(
         input=floats(B, T, D), linear_weight=floats(V, D), target=ids(B, T),
         linear_bias=floats(V), **LOSS,
@@ -492,7 +498,7 @@ LEGITIMATE = {
     "torch adds a mask of any floats": [
         "decode_step.memory_mask half", "decode_step.memory_key_padding_mask wrong dtype"],
     "a huge temperature only flattens": ["s*.temperature too large",
-        "*cross_entropy.temperature too large"],
+        "*cross_entropy.temperature too large", "linear_kl_div.temperature too large"],
     "every 64 bits seed torch's generator": ["sample.seed negative", "stream_tokens.seed negative"],
     "a huge penalty rules repetition out": ["*.repetition_penalty too large"],
     "any positive alpha and limit, and any offset": [f"*.{of} too large" for of in (

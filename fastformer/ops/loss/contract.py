@@ -170,21 +170,115 @@ def linear_cross_entropy(
     """
     input, linear_weight, linear_bias = autocast(input, linear_weight, linear_bias)
     tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
-    require_floating(("linear_bias",), **tensors)
-    if input.dim() < 1:
-        raise ValueError("input is a scalar; expected [..., N]")
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
-        raise ValueError(
-            f"linear_weight has shape {shape_of(linear_weight)}; "
-            f"expected [V, N] with N = {input.shape[-1]}, as input {shape_of(input)}"
-        )
-    classes = linear_weight.shape[0]
-    if linear_bias is not None and linear_bias.shape != (classes,):
-        raise wrong_shape("linear_bias", linear_bias, f"[V] = [{classes}]")
+    classes = _require_linear(**tensors)
     labels = reduction, ignore_index, label_smoothing, smoothing
     given = dict(input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     options = weight, z_loss, softcap, temperature, return_entropy
     return _loss("linear_cross_entropy", given, classes, labels, *options)
+
+
+def linear_kl_div(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    reverse: bool = False,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Compute KL(p || q) = sum_c p_c (log p_c - log q_c) of a teacher's probabilities p and a
+    student's q, chunk by chunk, from their hidden states; with reverse, KL(q || p).
+
+        q = softmax(softcap tanh((input linear_weight^T + linear_bias) / softcap) / temperature)
+        p = the same of teacher_input, teacher_weight and teacher_bias
+
+    As in `linear_cross_entropy`, the logits of a chunk of tokens are held, and never all of them.
+    The loss is not multiplied by temperature^2. The teacher gets no gradient.
+
+    Args:
+        input: [..., N], float32, float16, bfloat16 or float64, of the student.
+        linear_weight: [V, N]. linear_bias: [V] or None.
+        teacher_input: [..., K], with as many rows, in any floating dtype.
+        teacher_weight: [V, K], teacher_bias: [V] or None, in the dtype of teacher_input.
+        mask: [...] bool, True for the rows that count; None for all rows. The others have loss 0.
+        reduction: "mean" over the rows that count, "sum", or "none".
+        reverse: if True, KL(student || teacher), which seeks the teacher's modes.
+        temperature, softcap: as in `cross_entropy`, for both.
+
+    Returns:
+        A scalar, or [...] for "none", in float32 (float64 for float64), in nats. The mean is nan if
+        no row counts.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown reduction, a temperature or a softcap that is
+            not positive, tensors on several devices.
+        TypeError: dtypes that differ within the student or the teacher, or are not floating; a mask
+            that is not bool; a reverse that is no bool.
+
+    Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network"; reversed: Gu et al.
+    2024, "MiniLLM", section 2; the chunks: Hsu et al. 2024, "Liger Kernel", section 3.2.
+    """
+    input, linear_weight, linear_bias = autocast(input, linear_weight, linear_bias)
+    given = teacher_input, teacher_weight, teacher_bias
+    teacher_input, teacher_weight, teacher_bias = autocast(*given)
+    student = dict(input=input, linear_weight=linear_weight, linear_bias=linear_bias)
+    teacher = dict(
+        teacher_input=teacher_input, teacher_weight=teacher_weight, teacher_bias=teacher_bias
+    )
+    classes = _require_linear(**student)
+    if _require_linear(**teacher) != classes:
+        raise wrong_shape("teacher_weight", teacher_weight, f"[V, K] with V = {classes}")
+    rows = input.shape[:-1]
+    if teacher_input.shape[:-1] != rows:
+        expected = f"[..., K] with the rows of input {shape_of(input)}"
+        raise wrong_shape("teacher_input", teacher_input, expected)
+    require_device("teacher_input", teacher_input, "input", input)
+    if mask is not None:
+        require_tensor("mask", mask, "a bool tensor")
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask has dtype {mask.dtype}; expected torch.bool")
+        if mask.shape != rows:
+            raise wrong_shape("mask", mask, f"{list(rows)}, one for each row of input")
+        require_device("mask", mask, "input", input)
+    if classes < 1:
+        raise ValueError("linear_weight has no classes; expected V of 1 or more")
+    return backends.run(
+        "linear_kl_div",
+        input=input,
+        linear_weight=linear_weight,
+        teacher_input=teacher_input.detach(),
+        teacher_weight=teacher_weight.detach(),
+        linear_bias=linear_bias,
+        teacher_bias=None if teacher_bias is None else teacher_bias.detach(),
+        mask=mask,
+        reduction=require_choice("reduction", reduction, REDUCTIONS),
+        reverse=require_flag("reverse", reverse),
+        softcap=checked_softcap(softcap),
+        temperature=require_positive("temperature", temperature),
+    )
+
+
+def _require_linear(**tensors: Any) -> int:
+    """Require the input, the weight [V, N] and the bias [V] or None of a linear layer, and return
+    V.
+    """
+    (name, x), (weight_name, weight), (bias_name, bias) = tensors.items()
+    require_floating((bias_name,), **tensors)
+    if x.dim() < 1:
+        raise ValueError(f"{name} is a scalar; expected [..., N]")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{weight_name} has shape {shape_of(weight)}; "
+            f"expected [V, N] with N = {x.shape[-1]}, as {name} {shape_of(x)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise wrong_shape(bias_name, bias, f"[V] = [{weight.shape[0]}]")
+    return weight.shape[0]
 
 
 def _loss(
@@ -304,6 +398,12 @@ _SHARDING = operation.ShardingRule(
 )
 
 
+def _divergence_dims(arguments: operation.Arguments) -> dict[str, str]:
+    rows = operation.ROW_DIMS[: arguments["input"].dim() - 1]
+    student = {"input": rows + "n", "linear_weight": "vn", "linear_bias": "v", "mask": rows}
+    return student | dict(teacher_input=rows + "k", teacher_weight="vk", teacher_bias="v")
+
+
 _OF_LOGITS = operation.Operation(
     "cross_entropy",
     cross_entropy,
@@ -317,5 +417,11 @@ backends.register(
         contract=linear_cross_entropy,
         reference=reference.linear_cross_entropy,
         sharding=_SHARDING._replace(gathers={"v": ("input", "target")}),
+    ),
+    operation.Operation(
+        "cross_entropy",
+        linear_kl_div,
+        reference.linear_kl_div,
+        operation.ShardingRule(_divergence_dims, lambda x: ("",), ""),
     ),
 )

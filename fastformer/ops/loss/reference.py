@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -171,7 +171,11 @@ def linear_cross_entropy(
         count = weight[target.where(kept, 0)] * kept
         if z_loss and reduction == "mean":  # its mean is over the rows, that of the loss over w
             z = z_loss * count.sum() / kept.sum().clamp(min=1)
-    rows, *entropy = _ChunkedLoss.apply(*tensors, target, (*labels, weight, z, *form))
+
+    def rows_of(logits: Tensor, target: Tensor) -> Any:
+        return cross_entropy(logits, target, "none", *labels, weight, z, *form)
+
+    rows, *entropy = _ChunkedLoss.apply(*tensors, rows_of, target)
     loss = _reduced(rows, count, reduction)
     return (loss, *entropy) if return_entropy else loss
 
@@ -265,8 +269,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Compute linear_cross_entropy of each row, without a reduction, and its entropy, chunk of rows
-    by chunk.
+    """Compute the function `rows_of` of the logits [n, V] of a linear layer and of as many rows of
+    other tensors, chunk of rows by chunk; it returns a tensor of n numbers, or several.
 
     It never holds more logits than those of a chunk: the backward computes them again. The
     gradients of weight and bias are summed in float32, or in float64 for float64.
@@ -278,28 +282,28 @@ class _ChunkedLoss(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        target: Tensor,
-        options: tuple[Any, ...],
+        rows_of: Callable[..., Any],
+        *others: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(input, weight, bias, target)
-        ctx.options = options
+        ctx.save_for_backward(input, weight, bias, *others)
+        ctx.rows_of = rows_of
         found = [
-            _as_tuple(cross_entropy(F.linear(x, weight, bias), t, "none", *options))
-            for x, t in _chunks(len(weight), input, target)
+            _as_tuple(rows_of(F.linear(x, weight, bias), *more))
+            for x, *more in _chunks(len(weight), input, *others)
         ]
-        return tuple(torch.cat(parts).view(target.shape) for parts in zip(*found))
+        return tuple(torch.cat(parts).view(input.shape[:-1]) for parts in zip(*found))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, bias, target = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
+        input, weight, bias, *others = ctx.saved_tensors
+        needs, unused = ctx.needs_input_grad[:3], [None] * (1 + len(others))
         if torch.is_grad_enabled():
             x, w = input.view_as(input), weight.view_as(weight)
             b = None if bias is None else bias.view_as(bias)
-            rows = _as_tuple(cross_entropy(F.linear(x, w, b), target, "none", *ctx.options))
+            rows = _as_tuple(ctx.rows_of(F.linear(x, w, b), *others))
             wanted = [x for x, need in zip((x, w, b), needs) if x is not None and need]
             found = iter(torch.autograd.grad(rows, wanted, grads, create_graph=True))
-            return *(next(found) if need else None for need in needs), None, None
+            return *(next(found) if need else None for need in needs), *unused
         # In float16 the gradients of a mean would underflow: the largest row has the factor 1.
         half, wide = grads[0].numel() and input.dtype == torch.float16, grads[0].dtype
         unit = torch.stack(grads).abs().amax().clamp(min=1e-30) if half else None
@@ -307,10 +311,11 @@ class _ChunkedLoss(torch.autograd.Function):
         dinput = torch.empty_like(input, memory_format=torch.contiguous_format)
         dw = torch.zeros_like(weight, dtype=wide) if needs[1] else None
         db = torch.zeros_like(bias, dtype=wide) if needs[2] else None
-        for x, t, dx, *g in _chunks(len(weight), input, target, dinput, *grads):
+        for x, dx, *more in _chunks(len(weight), input, dinput, *others, *grads):
+            more, g = more[: len(others)], more[len(others) :]
             logits = F.linear(x, weight, bias).requires_grad_()
             with torch.enable_grad():
-                rows = _as_tuple(cross_entropy(logits, t, "none", *ctx.options))
+                rows = _as_tuple(ctx.rows_of(logits, *more))
             [grad_logits] = torch.autograd.grad(rows, logits, g)
             if needs[0]:
                 torch.mm(grad_logits, weight, out=dx)
@@ -321,7 +326,39 @@ class _ChunkedLoss(torch.autograd.Function):
         sums = [dinput if needs[0] else None, dw, db]
         if unit is not None:
             sums = [None if x is None else x * unit for x in sums]
-        return *(None if x is None else x.to(input.dtype) for x in sums), None, None
+        return *(None if x is None else x.to(input.dtype) for x in sums), *unused
+
+
+def linear_kl_div(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    reverse: bool = False,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    def rows_of(logits: Tensor, teacher: Tensor) -> Tensor:
+        """Return the divergence of each row."""
+        both = logits, F.linear(teacher, teacher_weight, teacher_bias)
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        s, t = (formed(x.to(wide), softcap, temperature).log_softmax(-1) for x in both)
+        a, b = (s, t) if reverse else (t, s)
+        p = a.exp()
+        apart = torch.where(p > 0, a - b, 0.0)  # 0 (log 0 - log q) is 0, and so is its gradient
+        return (p * apart).sum(-1)
+
+    tensors = input, linear_weight, linear_bias
+    if _in_eager_mode(*tensors):
+        [rows] = _ChunkedLoss.apply(*tensors, rows_of, teacher_input)
+    else:
+        rows = rows_of(F.linear(*tensors), teacher_input)
+    count = torch.ones_like(rows) if mask is None else mask
+    return _reduced(rows if mask is None else rows.where(mask, 0.0), count, reduction)
 
 
 def _as_tuple(x: Any) -> tuple[Tensor, ...]:

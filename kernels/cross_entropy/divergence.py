@@ -1,0 +1,310 @@
+"""The Kullback-Leibler divergence of a student from a teacher, each of them a linear layer's input,
+whose logits are computed one chunk of tokens at a time.
+
+Per row, with the distributions p of the logits a and q of b after softcap and temperature, p the
+teacher's and q the student's, or the other way round if `reverse`:
+    loss = sum_c p_c (log p_c - log q_c) = sum_c p_c (a_c - b_c) + lse(b) - lse(a)
+Gradient by the student's logits y, from g, the gradient of the row's loss:
+    dy_c = g (q_c - p_c)        reversed: dy_c = g p_c (log p_c - log q_c - loss)
+The teacher has no gradient. A row that `mask` hides has loss 0 and g = 0.
+
+One program owns a row: it reads both rows once for the loss, and once more, from the cache, for the
+gradient, which overwrites the student's logits. For mean and sum that is in the forward, as in
+`linear_cross_entropy`; for none the backward computes the logits again.
+Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network"; reversed: Gu et al.
+2024, "MiniLLM", section 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common import LOG2E
+from ..launch import (
+    Launch,
+    accumulator,
+    alignment,
+    architecture,
+    constants,
+    layouts,
+    on_device,
+    plans,
+    remembered,
+    triton_dtype,
+)
+from ..registration import register
+from .kernels import Form, exist, formed, offsets_of, row_of, slope_of
+from .launchers import (
+    accumulate,
+    chunk_of,
+    configuration,
+    fake_gradients,
+    gradients_of,
+    group_size,
+    reduced,
+    without_underflow,
+)
+
+
+class Case(NamedTuple):
+    """What the kernel is compiled for; the first two fields as in `kernels.Case`."""
+
+    columns: Any
+    group: Any
+    reverse: Any
+    masked: Any
+    gradient: Any  # whether it writes the gradient of the student's logits
+    scaled: Any  # whether each row has a gradient of its loss
+    softcap: Any
+    scale: Any
+    acc: Any
+
+
+@triton.jit
+def _raised(m, x):
+    """Return the maximum of m [groups] and the rows of x [groups, classes]; without a finite one so
+    far, 0 takes its place in a difference.
+    """
+    top = tl.maximum(m, tl.max(x, 1))
+    return top, tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _load(row, classes, ok, form, EDGE: tl.constexpr, case: tl.constexpr):
+    """Return the logits of a block after softcap and temperature, -inf where there is no class."""
+    if EDGE:
+        x = tl.load(row.x + classes, mask=ok, other=float("-inf")).to(case.acc)
+        return tl.where(ok, formed(x, form, case), float("-inf"))
+    else:
+        return formed(tl.load(row.x + classes).to(case.acc), form, case)
+
+
+@triton.jit
+def _add(sums, pair, o, V, form, EDGE: tl.constexpr, case: tl.constexpr):
+    """Add a block to the running sums, [groups] each: the maximum and the sum of exponentials of a
+    and of b, and the sum of exp(a - m_a) ((a - m_a) - (b - m_b)).
+    """
+    m_a, l_a, m_b, l_b, moment = sums
+    student, teacher = pair
+    classes = offsets_of(student, o, EDGE, case) + tl.arange(0, case.group)[None, :]
+    ok = exist(student, classes, V, case)
+    s = _load(student, classes, ok, form, EDGE, case)
+    t = _load(teacher, classes, ok, form, EDGE, case)
+    a, b = (s, t) if case.reverse else (t, s)
+    new_a, seen_a = _raised(m_a, a)
+    new_b, seen_b = _raised(m_b, b)
+    terms = tl.math.exp2((a - seen_a[:, None]) * LOG2E)
+    factor = tl.math.exp2((m_a - seen_a) * LOG2E)
+    moved = tl.where(l_a > 0.0, l_a * ((m_a - seen_a) - (m_b - seen_b)), 0.0)
+    apart = (a - seen_a[:, None]) - (b - seen_b[:, None])
+    moment = factor * (moment + moved)
+    moment += tl.sum(tl.where(a == float("-inf"), 0.0, terms * apart), 1)
+    l_a = l_a * factor + tl.sum(terms, 1)
+    l_b = l_b * tl.math.exp2((m_b - seen_b) * LOG2E)
+    l_b += tl.sum(tl.math.exp2((b - seen_b[:, None]) * LOG2E), 1)
+    return new_a, l_a, new_b, l_b, moment
+
+
+@triton.jit
+def _store(pair, DS, o, V, row, form, EDGE: tl.constexpr, case: tl.constexpr):
+    """Store the gradients of a block; row: lse of the student and of the teacher, loss and g."""
+    student, teacher = pair
+    lse_s, lse_t, loss, g = row
+    classes = offsets_of(student, o, EDGE, case) + tl.arange(0, case.group)[None, :]
+    ok = exist(student, classes, V, case)
+    s = _load(student, classes, ok, form, EDGE, case)
+    t = _load(teacher, classes, ok, form, EDGE, case)
+    p = tl.math.exp2((s - lse_s) * LOG2E)
+    if case.reverse:
+        y = tl.where(s == float("-inf"), 0.0, p * ((s - lse_s) - (t - lse_t) - loss))
+    else:
+        y = p - tl.math.exp2((t - lse_t) * LOG2E)
+    y = (y * g * slope_of(s, form, case)).to(DS.dtype.element_ty)
+    pointers = DS + (student.head + classes)
+    if EDGE:
+        tl.store(pointers, y, mask=ok)
+    else:
+        tl.store(pointers, y)
+
+
+@triton.jit
+def divergence_kernel(
+    S,  # [M, V], the student's logits
+    T,  # [M, V], the teacher's
+    MASK,  # [M], whether a row counts
+    LOSS,  # out [M]
+    G,  # [M], the gradients of the losses
+    DS,  # out [M, V]; may be S
+    V,
+    form,
+    case: tl.constexpr,
+):
+    """One program owns a row of logits, which are contiguous."""
+    block: tl.constexpr = case.columns // case.group
+    i = tl.program_id(0).to(tl.int64)
+    kept = tl.load(MASK + i) != 0 if case.masked else i >= 0
+    student, teacher = row_of(S, i * V, V, case), row_of(T, i * V, V, case)
+    pair = student, teacher
+    m_a = tl.full([block], float("-inf"), case.acc)
+    m_b = tl.full([block], float("-inf"), case.acc)
+    l_a, l_b = tl.zeros([block], case.acc), tl.zeros([block], case.acc)
+    moment = tl.zeros([block], case.acc)
+    for o in tl.range(0, student.full, block):
+        sums = m_a, l_a, m_b, l_b, moment
+        m_a, l_a, m_b, l_b, moment = _add(sums, pair, o, V, form, False, case)
+    for o in tl.range(student.full, student.end, block):
+        sums = m_a, l_a, m_b, l_b, moment
+        m_a, l_a, m_b, l_b, moment = _add(sums, pair, o, V, form, True, case)
+    top_a, top_b = tl.max(m_a, 0), tl.max(m_b, 0)
+    top_a = tl.where(top_a == float("-inf"), 0.0, top_a)
+    top_b = tl.where(top_b == float("-inf"), 0.0, top_b)
+    parts = tl.math.exp2((m_a - top_a) * LOG2E)
+    sum_a = tl.sum(l_a * parts, 0)
+    sum_b = tl.sum(l_b * tl.math.exp2((m_b - top_b) * LOG2E), 0)
+    log_a, log_b = tl.math.log(sum_a), tl.math.log(sum_b)
+    moved = tl.where(l_a > 0.0, l_a * ((m_a - top_a) - (m_b - top_b)), 0.0)
+    loss = tl.sum(parts * (moment + moved), 0) / sum_a + (log_b - log_a)
+    tl.store(LOSS + i, tl.where(kept, loss, 0.0))
+    if case.gradient:
+        g = tl.load(G + i).to(case.acc) if case.scaled else 1.0
+        g = tl.where(kept, g, 0.0)
+        lse_a, lse_b = top_a + log_a, top_b + log_b
+        lse_s, lse_t = (lse_a, lse_b) if case.reverse else (lse_b, lse_a)
+        row = lse_s, lse_t, loss, g
+        DS += i * V
+        for o in tl.range(0, student.full, block):
+            _store(pair, DS, o, V, row, form, False, case)
+        for o in tl.range(student.full, student.end, block):
+            _store(pair, DS, o, V, row, form, True, case)
+
+
+# --------------------------------------------------------------------------------------- launchers
+
+
+def _launch(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    loss: Tensor,
+    g: Tensor | None,
+    gradient: bool,
+    options: tuple[bool, float | None, float],
+) -> None:
+    """Fill loss [M], and overwrite the student's logits by their gradient if it is wanted."""
+    reverse, softcap, temperature = options
+    tensors = layouts(student, teacher, mask)
+    key = "divergence", student.device, tensors, gradient, options, *map(alignment, (loss, g))
+    launch = plans.get(key)
+    if launch is None:
+        v = student.shape[1]
+        block, warps = configuration(v, architecture(student.device), 2)
+        group = group_size(max(student, teacher, key=Tensor.element_size), block)
+        case = Case(
+            columns=block,
+            group=group,
+            reverse=reverse,
+            masked=mask is not None,
+            gradient=gradient,
+            scaled=g is not None,
+            softcap=softcap is not None,
+            scale=temperature != 1,
+            acc=triton_dtype(accumulator(student)),
+        )
+        form = Form(softcap or 0.0, 1.0 / temperature)
+        arguments: dict[str, Any] = dict(V=v, form=form, case=constants(case))
+        made = Launch(divergence_kernel, (len(student),), arguments, warps)
+        launch = remembered(key, made)
+    given = loss if mask is None else mask, loss, loss if g is None else g
+    launch(student, teacher, *given, student)
+
+
+_OPTIONS = (
+    "Tensor input, Tensor linear_weight, Tensor teacher_input, Tensor teacher_weight, "
+    "Tensor? linear_bias, Tensor? teacher_bias, Tensor? mask, str reduction, bool reverse, "
+    "float? softcap, float temperature"
+)
+
+
+def _by_chunks(arguments: tuple[Any, ...], rows: Tensor, g: Any, sums: Any, wanted: Any) -> None:
+    """Fill the losses of the rows, and add to the wanted gradients, chunk of tokens by chunk."""
+    input, weight, teacher, teacher_weight, bias, teacher_bias, mask, _, *options = arguments
+    m, n = rows.numel(), weight.shape[1]
+    x, y = input.reshape(m, n), teacher.reshape(m, teacher_weight.shape[1])
+    mask = None if mask is None else mask.reshape(-1).contiguous()
+    chunk = chunk_of(x, len(weight))
+    with on_device(input):
+        for first in range(0, m, chunk):
+            part = slice(first, first + chunk)
+            student = F.linear(x[part], weight, bias)
+            logits = F.linear(y[part], teacher_weight, teacher_bias)
+            own, of_losses = (None if z is None else z[part] for z in (mask, g))
+            given = own, rows[part], of_losses, any(wanted), tuple(options)
+            _launch(student, logits, *given)
+            if any(wanted):
+                accumulate(student, x[part], weight, sums, wanted, part)
+
+
+def _count(mask: Tensor | None, input: Tensor, like: Tensor) -> Tensor:
+    """Return the number of rows that count, in the dtype of `like`."""
+    rows = input.shape[:-1].numel()
+    return like.new_full((), rows) if mask is None else mask.sum().to(like.dtype)
+
+
+def _fake(*arguments):
+    input, weight, *_, needs = arguments
+    bias, reduction = arguments[4], arguments[7]
+    shape = input.shape[:-1] if reduction == "none" else ()
+    saved = [want and reduction != "none" for want in needs]
+    loss = input.new_empty(shape, dtype=accumulator(input))
+    return loss, *gradients_of(input, weight, bias, saved)
+
+
+@register(
+    f"linear_kl_div({_OPTIONS}, bool[] needs) "
+    "-> (Tensor loss, Tensor sum_input, Tensor sum_weight, Tensor sum_bias)",
+    _fake,
+)
+def forward(*arguments):
+    """Return the loss, and for mean and sum the wanted gradients of the sum."""
+    *arguments, needs = arguments
+    input, weight, *_ = arguments
+    bias, mask, reduction = arguments[4], arguments[6], arguments[7]
+    rows = input.new_empty(input.shape[:-1].numel(), dtype=accumulator(input))
+    wanted = [want and reduction != "none" for want in needs]
+    sums = gradients_of(input, weight, bias, wanted)
+    _by_chunks(arguments, rows, None, sums, wanted)
+    return reduced(rows, _count(mask, input, rows), input.shape[:-1], reduction), *sums
+
+
+@register(
+    f"linear_kl_div_backward(Tensor grad_loss, {_OPTIONS}, Tensor sum_input, Tensor sum_weight, "
+    "Tensor sum_bias, bool[] needs) "
+    "-> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    lambda grad_loss, *arguments: fake_gradients(
+        arguments[-1], arguments[0], arguments[1], arguments[4]
+    ),
+)
+def backward(grad_loss, *arguments):
+    """Scale the gradients of the forward; for none, compute them."""
+    *arguments, dinput, dw, db, needs = arguments
+    input, weight, *_ = arguments
+    bias, mask, reduction = arguments[4], arguments[6], arguments[7]
+    if reduction != "none":
+        factor = grad_loss
+        if reduction == "mean":  # finite if no row counts
+            factor = factor / _count(mask, input, grad_loss).clamp(min=1)
+        sums = [x * factor if need else x for x, need in zip((dinput, dw, db), needs)]
+    else:
+        sums = gradients_of(input, weight, bias, needs)
+        g = grad_loss.reshape(-1).contiguous()
+        unit, g, _ = without_underflow(input, g)
+        _by_chunks(arguments, torch.empty_like(g), g, sums, needs)
+        sums = sums if unit is None else [x * unit for x in sums]
+    likes = zip(sums, (input, weight, bias), needs)
+    return tuple(total.to(x.dtype) if need else input.new_empty(0) for total, x, need in likes)

@@ -45,6 +45,7 @@ from .launch import (
     unit_stride,
     unsupported_dtype,
 )
+from .partial_sums import add_up
 from .registration import register
 from .tuned import TuningKey, choose, flags, named
 
@@ -610,7 +611,7 @@ def gradients(
         plan.launch(*groups, cos, sin)
     for out, parts, total in zip(results[2:], partial, sums):
         if total:
-            out.copy_(parts.sum(0))
+            add_up(parts.unsqueeze(0), [out])
     return results
 
 

@@ -287,7 +287,7 @@ def small_tiles():
 
     @contextlib.contextmanager
     def small_tiles(BM=16, BN=16):
-        from fastformer.kernels import embedding, launch, rotary
+        from fastformer.kernels import embedding, launch, partial_sums, rotary
         from fastformer.kernels import feed_forward as fed
         from fastformer.kernels.attention import plan, short_backward
         from fastformer.kernels.cross_entropy import launchers as cross_entropy
@@ -308,6 +308,7 @@ def small_tiles():
             patch.setattr(norm, "configuration", lambda n, arch: norm.Tiles(2, 16, 4))
             patch.setattr(norm, "PARTIAL_SUMS", 2)
             patch.setattr(norm, "WIDE_WEIGHTS", norm.Tiles(2, 16, 4))
+            patch.setattr(partial_sums, "TILE", partial_sums.Tile(1, 16))
             patch.setattr(embedding, "configuration", lambda *_: embedding.Tiles(4, 16))
             own = rotary.configuration
             patch.setattr(rotary, "configuration", lambda *given: own(*given)._replace(rows=4))

@@ -88,7 +88,7 @@ class BackwardCase(NamedTuple):
     ds: Any
     weight: Any
     need_x: Any
-    need_weights: Any
+    need_weight: Any
     need_bias: Any
     acc: Any
 
@@ -269,7 +269,7 @@ def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.conste
 def _store_sums(sums, dw, db, columns, N, case: tl.constexpr):
     """Store a program's partial sums for columns [BLOCK]: dw, db [BM, BLOCK] summed over BM."""
     partial = tl.program_id(0).to(tl.int64) * N
-    if case.need_weights:
+    if case.need_weight:
         tl.store(sums.weight + partial + columns, tl.sum(dw, 0), mask=columns < N)
     if case.need_bias:
         tl.store(sums.bias + partial + columns, tl.sum(db, 0), mask=columns < N)
@@ -315,7 +315,7 @@ def backward_kernel(
             # dx = r (g - sum(g) / N - xhat c)
             dx = (g - _mean(tl.sum(g, 1), N, case.rms)[:, None] - xhat * coefficient) * r
             _store_gradients(gradients, dx, rows, 0, strides.ds, own, draw, case)
-        if case.need_weights:
+        if case.need_weight:
             dw += dy * xhat  # dweight = sum dy xhat
         if case.need_bias:
             db += dy  # dbias = sum dy
@@ -387,7 +387,8 @@ def backward_wide_weights_kernel(
         rows = (first + o + tl.arange(0, tile.rows)).to(tl.int64)
         mean, r = _read_statistics(statistics, rows, end, case.rms)
         dy = _tile(DY, rows, stride_dy, c, own, case.acc)
-        dw += dy * (_tile(X, rows, stride_x, c, own, case.acc) - mean) * r
+        if case.need_weight:
+            dw += dy * (_tile(X, rows, stride_x, c, own, case.acc) - mean) * r
         if case.need_bias:
             db += dy
     _store_sums(sums, dw, db, c, size.N, case)

@@ -30,6 +30,7 @@ from ..launch import (
     triton_dtype,
     unsupported_dtype,
 )
+from ..partial_sums import add_up
 from ..registration import register
 from ..tuned import TuningKey, choose, flags, named
 from .kernels import (
@@ -201,12 +202,12 @@ class _Given(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Whether there was a residual, and what is wanted; weights: the gradient of weight or bias."""
+    """Whether there was a residual, and which gradients are wanted."""
 
     residual: bool
     x: bool
-    weights: bool
-    bias: bool
+    weight: bool
+    bias: bool = False
 
 
 class _Backward:
@@ -225,14 +226,14 @@ class _Backward:
             ds=given.grad_sum is not None,
             weight=given.weight is not None,
             need_x=needs.x,
-            need_weights=needs.weights,
+            need_weight=needs.weight,
             need_bias=needs.bias,
             acc=acc,
         )
         tiles = _tiles("backward", x, n, case)
         per_program = max(tiles.rows, triton.cdiv(rows, PARTIAL_SUMS))
         runs = triton.cdiv(rows, per_program)
-        self.partial = (1 + needs.bias, runs if needs.weights else 0, n)
+        self.partial = needs.weight + needs.bias, runs, n
         size = Size(rows, n)
         tensors = x, given.grad, given.grad if given.grad_sum is None else given.grad_sum
         strides = BackwardStrides(*(row_stride(t, n) for t in tensors))
@@ -256,10 +257,10 @@ class _Backward:
             self.rows_kernel = Launch(
                 backward_wide_dx_kernel, grid, arguments, tiles.warps, groups=GROUPS
             )
-        if needs.weights:
+        if needs.weight or needs.bias:
             wide = WIDE_WEIGHTS
             case = BackwardCase(*[False] * len(case))._replace(  # the others are for dx
-                rms=case.rms, need_weights=True, need_bias=case.need_bias, acc=acc
+                rms=case.rms, need_weight=needs.weight, need_bias=needs.bias, acc=acc
             )
             arguments = dict(
                 stride_x=strides.x,
@@ -275,16 +276,19 @@ class _Backward:
             )
 
 
-def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
+def _run_backward(
+    given: _Given, options: Options, needs: Needs, *parameters: Tensor | None
+) -> list[Tensor]:
     """Return the gradient of the residual (of x without one), the gradient of x with a residual,
-    and the sums for weight and bias, [2, N], or [1, N] without the bias. What is not needed is
-    empty.
+    and those of the parameters, weight and bias. What is not needed is empty.
     """
     grad, grad_sum, x, weight, seed, mean, reciprocal = given
     dx = x.new_empty(x.shape if needs.x else 0)
     dinput = x.new_empty(x.shape if needs.x and needs.residual else 0)
+    wanted = needs[2:]
+    results = [_or_nothing(need, like, x) for need, like in zip(wanted, parameters)]
     if x.numel() == 0:
-        return dx, dinput, mean.new_zeros(1 + needs.bias, options.n)
+        return [dx, dinput, *(t.zero_() for t in results)]
     tensors = layouts(grad, grad_sum, x, weight, mean, reciprocal)
     key = "layer_norm backward", options, needs, x.device, tensors, alignment(seed)
     plan = plans.get(key)
@@ -294,11 +298,11 @@ def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor
             *(t if t is None else t.contiguous() for t in given[3:]),
         )
         if any(a is not b for a, b in zip(given, made)):
-            return _run_backward(_Given(*made), options, needs)
+            return _run_backward(_Given(*made), options, needs, *parameters)
         plan = remembered(key, _Backward(given, options, needs))
-    partial = mean.new_empty(plan.partial)
-    parts, statistics = partial.unbind(), (mean, reciprocal)
-    sums = parts[0], parts[-1]
+    partial, statistics = mean.new_empty(plan.partial), (mean, reciprocal)
+    parts = iter(partial.unbind())
+    sums = tuple([next(parts) if need else mean for need in wanted])
     gradients = grad if grad_sum is None else grad_sum, dx, dinput
     read = x, x if weight is None else weight, grad
     seed = x if seed is None else seed
@@ -308,21 +312,16 @@ def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor
         else:
             if needs.x:
                 plan.rows_kernel(*read, gradients, statistics, seed)
-            if needs.weights:
+            if any(wanted):
                 plan.weights_kernel(x, grad, sums, statistics)
-    return dx, dinput, partial.sum(1)
+        if any(wanted):
+            add_up(partial, [t for t, need in zip(results, wanted) if need])
+    return [dx, dinput, *results]
 
 
 def _or_nothing(needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
     """Make an uninitialised gradient for `like`, without elements if it is not needed."""
     return of.new_empty(0) if not needed or like is None else like.new_empty(like.shape)
-
-
-def _as(sums: Tensor, needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
-    """Return a weight's gradient from its sums [N], without elements if it is not needed."""
-    if not needed or like is None:
-        return of.new_empty(0)
-    return sums.view(like.shape).to(like.dtype, copy=True)
 
 
 def supports(input, normalized_shape=None, weight=None, **_) -> str | None:
@@ -377,9 +376,8 @@ def backward(
     """Launch the kernels of dx and of the partial weight gradients, and add up the partial sums."""
     options = Options(math.prod(normalized_shape), eps, unbiased)
     given = _Given(grad_output, None, input, weight, None, mean, reciprocal)
-    wanted = Needs(False, needs[0], needs[1] or needs[2], needs[2])
-    dx, _, sums = _run_backward(given, options, wanted)
-    return dx, _as(sums[0], needs[1], weight, dx), _as(sums[-1], needs[2], bias, dx)
+    dx, _, *rest = _run_backward(given, options, Needs(False, *needs), weight, bias)
+    return dx, *rest
 
 
 # ----------------------------------------------------------------------------------------- RMSNorm
@@ -411,8 +409,8 @@ def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, 
     """Launch as `backward` does. r is passed for the mean, which no kernel reads."""
     options = Options(math.prod(normalized_shape), eps, rms=True)
     given = _Given(grad_output, None, input, weight, None, reciprocal, reciprocal)
-    dx, _, sums = _run_backward(given, options, Needs(False, needs[0], needs[1], False))
-    return dx, _as(sums[0], needs[1], weight, dx)
+    dx, _, dweight = _run_backward(given, options, Needs(False, *needs), weight)
+    return dx, dweight
 
 
 # ------------------------------------------------------------------------ residual, dropout, norm
@@ -463,9 +461,9 @@ def add_backward(
     residual_out, mean, reciprocal, needs = rest
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
     given = grad_normalized, grad_residual_out, residual_out, weight, seed, mean, reciprocal
-    wanted = Needs(True, needs[0] or needs[1], needs[2] or needs[3], needs[3])
-    dx, dinput, sums = _run_backward(_Given(*given), options, wanted)
-    return dinput, dx, _as(sums[0], needs[2], weight, dx), _as(sums[-1], needs[3], bias, dx)
+    wanted = Needs(True, needs[0] or needs[1], *needs[2:])
+    dx, dinput, *rest = _run_backward(_Given(*given), options, wanted, weight, bias)
+    return dinput, dx, *rest
 
 
 @register(
@@ -499,6 +497,6 @@ def add_rms_backward(
     """Launch as `add_backward` does. r is passed for the mean, which no kernel reads."""
     options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p, shard=row_shard(shard))
     given = _Given(grad_normalized, grad_residual_out, residual_out, weight, seed, r, r)
-    wanted = Needs(True, needs[0] or needs[1], needs[2], False)
-    dx, dinput, sums = _run_backward(given, options, wanted)
-    return dinput, dx, _as(sums[0], needs[2], weight, dx)
+    wanted = Needs(True, needs[0] or needs[1], *needs[2:])
+    dx, dinput, *rest = _run_backward(given, options, wanted, weight)
+    return dinput, dx, *rest

@@ -446,5 +446,15 @@ def test_partial_sums_past_int32(places, random, monkeypatch, wide):
     options = [FEATURES], w, w, 1e-5, False, statistic, statistic, [not wide, True, True]
     norm.backward(x, x, *options)
     ((sums, *_),) = [pointers[place] for pointers in given]
-    (_, writes) = places[-1]
+    (_, writes), _ = places[-2:]  # the last one adds them up
     assert sums.data_ptr() + 4 * (MANY * FEATURES - 1) in writes
+
+
+def test_sums_of_partial_sums_past_int32(places):
+    from fastformer.kernels.partial_sums import add_up
+
+    n, x = 2**30, torch.zeros(1)
+    add_up(x.expand(2, 3, n), [x.expand(n)] * 2)
+    ((reads, writes),) = places
+    assert max(reads) == x.data_ptr() + 4 * (6 * n - 1)
+    assert max(writes) == x.data_ptr() + 4 * (n - 1)

@@ -166,16 +166,17 @@ class Checkout:
 def record_coverage(scratch: Path) -> None:
     """Write which default test executes which line, and all tests."""
     checkout = Checkout(scratch / "coverage")
-    COVERAGE.mkdir(parents=True, exist_ok=True)
-    listed = checkout.pytest("--collect-only", "--all").stdout
     done = checkout.pytest(
         "-n", "auto", "--dist", "worksteal", f"--basetemp={scratch / 'temporary'}",
         "--cov=fastformer", "--cov=kernels", "--cov-context=test", "--cov-report=",
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"the tests fail without any bug:\n{done.stdout[-2000:]}")
+    COVERAGE.mkdir(parents=True, exist_ok=True)
+    for name, options in (("default.txt", []), ("all.txt", ["--all"])):
+        listed = checkout.pytest("--collect-only", *options).stdout.splitlines()
+        (COVERAGE / name).write_text("\n".join(line for line in listed if "::" in line))
     shutil.copy(checkout.folder / ".coverage", COVERAGE / "lines.sqlite")
-    (COVERAGE / "all.txt").write_text("\n".join(x for x in listed.splitlines() if "::" in x))
 
 
 def _lines_of_functions(source: str) -> set[int]:
@@ -192,14 +193,17 @@ class Tests:
 
         self._data = CoverageData(str(COVERAGE / "lines.sqlite"))
         self._data.read()
-        self._all = (COVERAGE / "all.txt").read_text().splitlines()
-        self._default = {c.partition("|")[0] for c in self._data.measured_contexts() if "::" in c}
+        self._all, self._default = (
+            {*(COVERAGE / name).read_text().splitlines()} for name in ("all.txt", "default.txt")
+        )
+        known = {context.partition("|")[0] for context in self._data.measured_contexts()}
+        self._elsewhere = self._default - known  # tests whose child processes run the code
         self._run = {test.partition("[")[0] for test in self._default}
 
     def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Return the default tests and the other tests, one of each function first. All tests
         depend on a line that runs at import, and any may run one that none does in its own process:
-        those that run another line of the file come first.
+        first come those that run another line of the file, or nothing in their own process.
         """
         body = _lines_of_functions((ROOT / mutant.file).read_text())
         default, of_file = set[str](), set[str]()
@@ -213,11 +217,12 @@ class Tests:
         first = _one_of_each_first(default or of_file)
         if not default:
             default = self._default
-            first += _one_of_each_first(default - of_file)
+            first += _one_of_each_first(self._elsewhere)
+            first += _one_of_each_first(default - of_file - self._elsewhere)
         functions = {test.partition("[")[0] for test in default}
         files = {test.partition("::")[0] for test in default}
         more = []
-        for test in {*self._all} - default:
+        for test in self._all - default:
             function, file = test.partition("[")[0], test.partition("::")[0]
             if function in functions or (file in files and function not in self._run):
                 more.append(test)

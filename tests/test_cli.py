@@ -1,5 +1,6 @@
 """The command line: what it prints and writes, its exit status, what it says to a bad option."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -389,14 +390,16 @@ def test_both_backends_have_checkpoints_of_their_own(tmp_path, capsys):
     ]  # fmt: skip
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk():
-    """No file may hold more than 2 kB."""
+    """No file may hold more than 2 kB. A fixture would keep pytest-cov from writing its data."""
     resource = pytest.importorskip("resource")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 @pytest.mark.parametrize(
@@ -408,9 +411,10 @@ def full_disk():
     ],
     ids=["json", "figure", "checkpoint"],
 )
-def test_a_full_disk_is_one_line_and_leaves_no_part(words, name, full_disk, tmp_path, capsys):
+def test_a_full_disk_is_one_line_and_leaves_no_part(words, name, tmp_path, capsys):
     place = tmp_path if name == "step-1" else tmp_path / name
-    assert main([*words, str(place)]) == 1
+    with full_disk():
+        assert main([*words, str(place)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(f"fastformer: error: .*{tmp_path / name} cannot be written: .*large", line)
     assert list(tmp_path.iterdir()) == []

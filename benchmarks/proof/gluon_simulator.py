@@ -234,7 +234,7 @@ class Simulation:
     def where(self) -> str:
         """Say which line of the kernel runs."""
         frame = inspect.currentframe()
-        while frame and not frame.f_code.co_filename.startswith("<gluon "):
+        while frame and "_line" not in frame.f_globals:
             frame = frame.f_back
         line = f", {frame.f_code.co_name} line {frame.f_lineno}" if frame else ""
         return self.now.name + line
@@ -660,7 +660,7 @@ class Language:
         frame = inspect.currentframe()
         lines = []
         while frame:
-            if frame.f_code.co_filename.startswith("<gluon "):
+            if "_line" in frame.f_globals:
                 lines.append(frame.f_globals["_line"](frame))
             frame = frame.f_back
         name = lines[-2:][0].split("=")[0].strip()
@@ -856,7 +856,8 @@ class Kernel:
         if function in self.made:
             return self.made[function]
         name = function.__name__
-        text = textwrap.dedent(inspect.getsource(function))
+        lines, first = inspect.getsourcelines(function)
+        text = textwrap.dedent("".join(lines))
         for old, new in self.edits.get(name, ()):
             if text.count(old) != 1:
                 raise ValueError(f"{name} has {old!r} {text.count(old)} times")
@@ -868,9 +869,10 @@ class Kernel:
         self.made[function].__name__ = name
         names = {**function.__globals__, **self.others}
         scope |= {key: self._replaced(names[key]) for key in function.__globals__}
-        scope |= {"_assigned": _assigned, "_line": lambda frame: lines[frame.f_lineno - 1]}
+        scope |= {"_assigned": _assigned, "_line": lambda frame: lines[frame.f_lineno - first]}
         tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(text)))
-        exec(compile(tree, f"<gluon {name}>", "exec"), scope)
+        ast.increment_lineno(tree, first - 1)  # a line is that of the file, as coverage has it
+        exec(compile(tree, str(inspect.getsourcefile(function)), "exec"), scope)
         return self.made[function]
 
     def _replaced(self, value: Any) -> Any:

@@ -9,10 +9,11 @@ other operators, numbers and conditions, at places drawn evenly from fastformer/
 called as a library: its own runner has one test command for all changes, and all tests take minutes
 for each. mutmut does not work here: it changes imported modules, but @triton.jit reads files.
 
-Coverage of the tests that `pytest` runs, measured once, says which of them execute a changed line.
-They are tried first; then all cases of their functions, and of the functions of the same files that
-`pytest` leaves out. The first failure ends the trial. A bug is "seen" by the default tests, "seen
-with --all", or "unseen". Results are written after each trial.
+Coverage of the tests that `pytest` runs says which of them execute a changed line. It is measured
+once: delete build/mutation-coverage when the code has changed. These tests are tried first; then
+all cases of their functions, and of the functions of the same files that `pytest` leaves out. The
+first failure ends the trial. A bug is "seen" by the default tests, "seen with --all", or "unseen".
+Results are written after each trial, and `--resume` goes on with the others.
 """
 
 from __future__ import annotations
@@ -42,10 +43,6 @@ from mutants import EQUIVALENT, MORE, PLANTED
 
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
 COVERAGE = ROOT / "build" / "mutation-coverage"
-COPIED = (
-    *("fastformer", "kernels", "tests", "benchmarks", "examples", "docs"),
-    *("conftest.py", "pyproject.toml", "README.md"),
-)
 SHARED = "common", "launch"  # files of kernels/ that hold functions of all kernels
 # Changes that stop a module from being imported, or that nothing calls.
 NO_OPERATORS = ("RemoveDecorator", "Exception", "NoOp", "Break", "Continue")
@@ -147,13 +144,16 @@ def _without_effect(source: str) -> set[int]:
 
 
 class Checkout:
-    """A copy of the checkout."""
+    """A copy of the files of the checkout that git does not ignore."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in COPIED:
-            copy: Any = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, folder / name)
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE)
+        for name in filter(None, listed.stdout.split("\0")):
+            if (ROOT / name).exists():  # it may have been deleted and not committed
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, folder / name)
 
     def pytest(self, *options: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -166,16 +166,23 @@ class Checkout:
 def record_coverage(scratch: Path) -> None:
     """Write which default test executes which line, and all tests."""
     checkout = Checkout(scratch / "coverage")
-    COVERAGE.mkdir(parents=True, exist_ok=True)
-    listed = checkout.pytest("--collect-only", "--all").stdout
     done = checkout.pytest(
         "-n", "auto", "--dist", "worksteal", f"--basetemp={scratch / 'temporary'}",
         "--cov=fastformer", "--cov=kernels", "--cov-context=test", "--cov-report=",
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"the tests fail without any bug:\n{done.stdout[-2000:]}")
+    COVERAGE.mkdir(parents=True, exist_ok=True)
+    for name, options in (("default.txt", []), ("all.txt", ["--all"])):
+        listed = checkout.pytest("--collect-only", *options).stdout.splitlines()
+        (COVERAGE / name).write_text("\n".join(line for line in listed if "::" in line))
     shutil.copy(checkout.folder / ".coverage", COVERAGE / "lines.sqlite")
-    (COVERAGE / "all.txt").write_text("\n".join(x for x in listed.splitlines() if "::" in x))
+
+
+def _lines_of_functions(source: str) -> set[int]:
+    """Return the lines that do not run when the file is imported."""
+    functions = [x for x in ast.walk(_parse(source)) if isinstance(x, ast.FunctionDef)]
+    return {n for x in functions for n in range(x.body[0].lineno, (x.end_lineno or 0) + 1)}
 
 
 class Tests:
@@ -186,27 +193,40 @@ class Tests:
 
         self._data = CoverageData(str(COVERAGE / "lines.sqlite"))
         self._data.read()
-        self._all = (COVERAGE / "all.txt").read_text().splitlines()
-        self._default = {c.partition("|")[0] for c in self._data.measured_contexts() if "::" in c}
+        self._all, self._default = (
+            {*(COVERAGE / name).read_text().splitlines()} for name in ("all.txt", "default.txt")
+        )
+        known = {context.partition("|")[0] for context in self._data.measured_contexts()}
+        self._elsewhere = self._default - known  # tests whose child processes run the code
         self._run = {test.partition("[")[0] for test in self._default}
 
     def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
-        """Return the default tests and the other tests, one of each function first."""
-        default: set[str] = set()
+        """Return the default tests and the other tests, one of each function first. All tests
+        depend on a line that runs at import, and any may run one that none does in its own process:
+        first come those that run another line of the file, or nothing in their own process.
+        """
+        body = _lines_of_functions((ROOT / mutant.file).read_text())
+        default, of_file = set[str](), set[str]()
         for measured in self._data.measured_files():
             if measured.endswith("/" + mutant.file):
-                by_line = self._data.contexts_by_lineno(measured)
-                for line in range(mutant.first, mutant.last + 1):
-                    default |= {c.partition("|")[0] for c in by_line.get(line, ()) if "::" in c}
-        default = default or self._default  # the line runs at import: all tests depend on it
+                for line, contexts in self._data.contexts_by_lineno(measured).items():
+                    tests = {c.partition("|")[0] for c in contexts if "::" in c}
+                    of_file |= tests
+                    if mutant.first <= line <= mutant.last and line in body:
+                        default |= tests
+        first = _one_of_each_first(default or of_file)
+        if not default:
+            default = self._default
+            first += _one_of_each_first(self._elsewhere)
+            first += _one_of_each_first(default - of_file - self._elsewhere)
         functions = {test.partition("[")[0] for test in default}
         files = {test.partition("::")[0] for test in default}
         more = []
-        for test in {*self._all} - default:
+        for test in self._all - default:
             function, file = test.partition("[")[0], test.partition("::")[0]
             if function in functions or (file in files and function not in self._run):
                 more.append(test)
-        return _one_of_each_first(default), _one_of_each_first(more)
+        return first, _one_of_each_first(more)
 
 
 def _one_of_each_first(tests: Iterable[str]) -> list[str]:
@@ -243,7 +263,7 @@ def attempt(mutant: Mutant, checkout: Checkout, tests: Tests, limit: float) -> V
             except subprocess.TimeoutExpired:
                 return Verdict(mutant.name, verdict, f"no end within {limit:.0f} s")
             if done.returncode:
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+                failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
                 return Verdict(mutant.name, verdict, failed[1] if failed else "the process ended")
         return Verdict(mutant.name, "unseen")
     finally:
@@ -266,6 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=900, help="seconds for a bug's tests")
+    parser.add_argument("--resume", action="store_true", help="keep the verdicts on record")
     arguments = parser.parse_args(argv)
     if arguments.draw:
         mutants = drawn(arguments.draw, arguments.seed, ("fastformer", "kernels"))
@@ -274,7 +295,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         mutants, key = [*written()], "written"
     mutants = [mutant for mutant in mutants if arguments.only.search(mutant.name)]
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    verdicts = {v["name"]: v for v in results.get(key, []) if arguments.only.pattern}
+    known = {v["name"]: v for v in results.get(key, [])}
+    verdicts = known if arguments.only.pattern or arguments.resume else {}
+    if arguments.resume:
+        mutants = [mutant for mutant in mutants if mutant.name not in verdicts]
     with tempfile.TemporaryDirectory(prefix="mutation-") as scratch:
         if not COVERAGE.exists():
             record_coverage(Path(scratch))

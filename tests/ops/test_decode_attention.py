@@ -587,36 +587,6 @@ def test_pages_have_no_gradient(backend, device):
             assert not ff.paged_attention(**moving).requires_grad
 
 
-BAD = [
-    ({"block_table": torch.tensor([[0, 9]]).int()}, ValueError, "block_table holds page 9"),
-    ({"block_table": torch.tensor([[-1, 1]]).int()}, ValueError, "block_table holds page -1"),
-    ({"block_table": torch.tensor([0, 1]).int()}, ValueError, "block_table has shape"),
-    ({"key_lengths": torch.tensor([33])}, ValueError, "key_lengths holds 33"),
-    ({"key_pages": torch.zeros(4, 24, 2, 16)}, ValueError, "expected pages of 16, 32"),
-    ({"key_pages": torch.zeros(0, 16, 2, 16)}, ValueError, "expected one page or more"),
-    ({"key_pages": torch.zeros(4, 16, 2, 8)}, ValueError, "the head dim of query"),
-    ({"key_pages": torch.zeros(4, 16, 16)}, ValueError, r"expected \[P, page, G, D\]"),
-    ({"value_pages": torch.zeros(4, 16, 1, 16)}, ValueError, "value_pages has shape"),
-    ({"query": torch.zeros(1, 3, 1, 16)}, ValueError, "a number of heads that divides 3"),
-    ({"query": torch.zeros(2, 1, 16)}, ValueError, "query has shape"),
-    ({"attn_mask": torch.ones(1, 33, dtype=torch.bool)}, ValueError, "attn_mask has shape"),
-]
-
-
-@pytest.mark.parametrize("wrong, error, words", BAD, ids=lambda x: "" if callable(x) else None)
-def test_bad_pages(wrong, error, words):
-    right = dict(
-        query=torch.zeros(1, 2, 1, 16),
-        key_pages=torch.zeros(4, 16, 2, 16),
-        value_pages=torch.zeros(4, 16, 2, 16),
-        block_table=torch.tensor([[0, 3]]).int(),
-        key_lengths=torch.tensor([20]),
-    )
-    ff.paged_attention(**right)
-    with pytest.raises(error, match=words):
-        ff.paged_attention(**right | wrong)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("pages", [False, True])
 def test_in_a_graph(device, pages):

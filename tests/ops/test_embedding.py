@@ -172,26 +172,3 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_
         against_oracle(functional.embed, x, **options)
 
     plant_and_check(embedding, BUGS.get(bug), check)
-
-
-@pytest.mark.parametrize(
-    "change, error, words",
-    [
-        ({"tokens": torch.tensor([[0, V]])}, ValueError, f"holds the token id {V}; expected"),
-        ({"tokens": torch.tensor([[-1, 0]])}, ValueError, "tokens holds the token id -1"),
-        ({"tokens": torch.zeros(2, 3)}, TypeError, "tokens has dtype torch.float32"),
-        ({"tokens": [[1]]}, TypeError, "tokens is a list"),
-        ({"tokens": torch.zeros(1, 10).long()}, ValueError, "tokens has 10 positions; expected"),
-        ({"weight": torch.zeros(5)}, ValueError, r"weight has shape \[5\]; expected \[V, N\]"),
-        ({"positional": torch.zeros(9, 3)}, ValueError, "positional has shape"),
-        ({"positional": torch.zeros(9, N).half()}, TypeError, "positional has dtype torch.float16"),
-        ({"padding_idx": V}, ValueError, f"padding_idx is {V}"),
-        ({"padding_idx": 1.5}, TypeError, "padding_idx is a float"),
-        ({"scale": "1"}, TypeError, "scale is a str"),
-        ({"dropout_p": 2}, ValueError, "dropout_p is 2"),
-    ],
-)
-def test_bad_input(backend, change, error, words):
-    good = {"tokens": torch.tensor([[0, 1]]), **inputs()}
-    with pytest.raises(error, match=words):
-        ff.embed(**{**good, **change})

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from mutants import PLANTED
 
-import fastformer as ff
 from fastformer import use_backend
 from fastformer.ops import functional
 from fastformer.ops.feed_forward import reference
@@ -341,22 +340,6 @@ def test_gated_empty(backend, device, op):
     assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), list(x.values())))
 
 
-@pytest.mark.parametrize(
-    "change, error, words",
-    [
-        ({"w": torch.zeros(141, 24)}, ValueError, r"w has .* \[141, 24\]; expected \[2 d_ff, d\]"),
-        ({"w_2": torch.zeros(20, 140)}, ValueError, "expected .* with d_ff = 70"),
-        ({"b": torch.zeros(70)}, ValueError, r"b has .* \[70\]; expected \[140\], the rows of w"),
-        ({"b_2": torch.zeros(20).half()}, TypeError, "b_2 has dtype torch.float16"),
-        ({"dropout_p": 1.1}, ValueError, "dropout_p is 1.1"),
-    ],
-)
-def test_bad_gated_input(backend, change, error, words):
-    for op in GATED.values():
-        with pytest.raises(error, match=words):
-            op(**{**gated(2), **change})
-
-
 BUGS = PLANTED["feed_forward"]
 
 
@@ -377,28 +360,3 @@ def test_a_planted_bug_is_caught(device, against_oracle, plant_and_check, bug):
         against_oracle(functional.swiglu, gated(40, device=device), **form)
 
     plant_and_check(feed_forward, BUGS.get(bug), check)
-
-
-ZEROS = torch.zeros
-
-
-@pytest.mark.parametrize(
-    "change, error, words",
-    [
-        ({"input": ZEROS(())}, ValueError, "input is a scalar"),
-        ({"w_1": ZEROS(70, 23)}, ValueError, r"\[70, 23\]; expected \[d_ff, d\] with d = 24"),
-        ({"w_2": ZEROS(20, 71)}, ValueError, r"71\]; expected \[d_out, d_ff\] with d_ff = 70"),
-        ({"b_1": ZEROS(71)}, ValueError, r"b_1 has shape \[71\]; expected \[70\]"),
-        ({"b_2": ZEROS(20).half()}, TypeError, "b_2 has dtype torch.float16"),
-        ({"w_1": ZEROS(70, 24, device="meta")}, ValueError, "w_1 is on meta"),
-        (
-            {"activation": "tanh"},
-            ValueError,
-            "'tanh'; expected one of relu, gelu, gelu_tanh, silu, sig",
-        ),
-        ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1"),
-    ],
-)
-def test_bad_input(backend, change, error, words):
-    with pytest.raises(error, match=words):
-        ff.feed_forward(**{**inputs(4), **change})

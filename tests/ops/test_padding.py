@@ -330,51 +330,6 @@ def test_padding_is_skipped(make, device):
 
 
 @pytest.mark.parametrize(
-    "change, error, words",
-    [
-        ({"query": torch.zeros(2, 2, 4, 8)}, ValueError, r"expected \[tokens, heads, D\]"),
-        ({"key": torch.zeros(25, 2, 9)}, ValueError, "expected the head dim"),
-        ({"key": torch.zeros(25, 3, 16)}, ValueError, r"length of key \[25, 3, 16\]"),
-        ({"max_q": 4}, ValueError, "max_q is 4; expected at least the longest sequence, 20"),
-        ({"max_k": -1}, ValueError, "max_k is -1; expected 0 or more"),
-        ({"window": (-1, None)}, ValueError, "window is"),
-        ({"causal_alignment": "left"}, ValueError, "causal_alignment is 'left'"),
-        ({"dropout_p": 2.0}, ValueError, "dropout_p is 2.0"),
-        ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
-        ({"bias": torch.zeros(24)}, ValueError, r"bias has shape \[24\]; expected \[Tk\] = \[25\]"),
-        ({"bias": torch.zeros(25, dtype=torch.bool)}, TypeError, "bias has dtype torch.bool"),
-        ({"alibi_slopes": torch.ones(3)}, ValueError, r"\[H\] = \[2\] or \[B, H\] = \[2, 2\]"),
-        ({"return_lse": 1}, TypeError, "return_lse is"),
-    ],
-)
-def test_bad_packed_input(backend, change, error, words):
-    x, constants = packed("cpu", (5, 20), (5, 20), g=2)
-    with pytest.raises(error, match=words):
-        ff.packed_attention(**{**x, **constants, **change})
-
-
-@pytest.mark.parametrize(
-    "offsets, error, words",
-    [
-        ([0, 5, 24], ValueError, "goes from 0 to 24; expected from 0 to the tokens of query, 25"),
-        ([1, 5, 25], ValueError, "goes from 1 to 25"),
-        ([0, 30, 25], ValueError, "decreases by 5"),
-        ([0, 25], ValueError, "cu_seqlens_k has shape"),
-        (torch.tensor([0, 5, 25]), TypeError, "cu_seqlens_q has dtype torch.int64; expected"),
-        ([[0, 5, 25]], ValueError, r"cu_seqlens_q has shape \[1, 3\]; expected \[B \+ 1\]"),
-        (None, TypeError, "cu_seqlens_q is a NoneType"),
-    ],
-)
-def test_bad_offsets(backend, offsets, error, words):
-    x, constants = packed("cpu", (5, 20), (5, 20), g=2)
-    constants["max_q"] = 25
-    if isinstance(offsets, list):
-        offsets = torch.tensor(offsets, dtype=torch.int32)
-    with pytest.raises(error, match=words):
-        ff.packed_attention(**{**x, **constants, "cu_seqlens_q": offsets})
-
-
-@pytest.mark.parametrize(
     "call, error, words",
     [
         (lambda x, n, p: ff.unpad(x[0, 0], n), ValueError, r"expected \[B, S, ...\]"),

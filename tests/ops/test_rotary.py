@@ -265,41 +265,6 @@ def test_a_planted_bug_is_caught(device, against_oracle, small_tiles, plant_and_
     plant_and_check(rotary, BUGS.get(bug), check)
 
 
-ZEROS = torch.zeros
-
-
-@pytest.mark.parametrize(
-    "change, error, words",
-    [
-        ({"query": ZEROS(4, 5)}, ValueError, r"query has shape \[4, 5\]; expected \[B, H, S, D\]"),
-        ({"query": ZEROS(B, H, S, 0)}, ValueError, "query has shape .* D of 1 or more"),
-        ({"query": [1]}, TypeError, "query is a list"),
-        ({"query": ZEROS(B, H, S, 16).long()}, TypeError, "query has dtype torch.int64"),
-        ({"key": ZEROS(B, G, S, 8)}, ValueError, r"key has shape .* expected \[B, G, S, D\]"),
-        ({"key": ZEROS(B, G, S + 1, 16)}, ValueError, "key has shape"),
-        ({"key": ZEROS(S, G, 16)}, ValueError, "key has shape"),
-        ({"key": ZEROS(B, G, S, 16).half()}, TypeError, "key has dtype torch.float16"),
-        ({"cos": ZEROS(S + 1, 8)}, ValueError, r"cos has shape .* expected \[S, R\] = \[5, R\]"),
-        ({"cos": ZEROS(B + 1, S, 8)}, ValueError, r"cos has .* or \[B, S, R\] = \[2, 5, R\]"),
-        ({"cos": ZEROS(S, 7)}, ValueError, "R = 7 columns; expected an even number from 2 to"),
-        ({"cos": ZEROS(S, 0)}, ValueError, "R = 0 columns"),
-        ({"cos": ZEROS(S, 18)}, ValueError, "R = 18 columns; .* the head dim of query, 16"),
-        ({"cos": ZEROS(S, 8).half()}, TypeError, "cos has dtype torch.float16; .* or float32"),
-        ({"cos": ZEROS(S, 8).requires_grad_()}, ValueError, "cos requires a gradient; expected"),
-        ({"sin": ZEROS(S, 6)}, ValueError, r"sin has shape \[5, 6\]; expected that of cos"),
-        ({"sin": None}, TypeError, "sin is a NoneType"),
-        ({"query_norm": ZEROS(8)}, ValueError, r"query_norm has .* expected \[D\] = \[16\]"),
-        ({"key_norm": ZEROS(16).half()}, TypeError, "key_norm has dtype torch.float16"),
-        ({"eps": -1.0}, ValueError, "eps is -1.0"),
-        ({"interleaved": 1.5}, TypeError, "interleaved is 1.5; expected True or False"),
-    ],
-)
-def test_bad_input(backend, change, error, words):
-    good = {**heads(16, False), **angles(S, 8)}
-    with pytest.raises(error, match=words):
-        ff.rotary_embedding(**{**good, **change})
-
-
 def test_a_packed_table_has_two_dimensions():
     packed = heads(16, False, packed=True)
     with pytest.raises(ValueError, match=r"cos has shape .* expected \[T, R\] = \[10, R\]"):

@@ -123,7 +123,7 @@ OPS = {
         query=floats(B, H, T, D), key=floats(B, H, T, D), cos=floats(T, D), sin=floats(T, D),
         interleaved=True, query_norm=floats(D), key_norm=floats(D), eps=1e-6,
     ),
-    "cross_entropy": lambda: dict(logits=floats(B, T, V), target=ids(B, T), **LOSS),
+    "cross_entropy": lambda: dict(logits=floats(B, T, V), target=V - ids(B, T), **LOSS),
     "linear_kl_div": lambda: dict(
         input=floats(B, D), linear_weight=floats(V, D), linear_bias=floats(V),
         teacher_input=floats(B, S), teacher_weight=floats(V, S), teacher_bias=floats(V),
@@ -383,6 +383,11 @@ def other_dtype(x):
     return x + 0.5 if type(x) is int else "1" if is_number(x) else SKIP
 
 
+def shorter(x, dim):
+    """A tensor without its first entry along a dimension."""
+    return x.narrow(dim, 1, x.shape[dim] - 1) if isinstance(x, TENSOR) and dim < x.dim() else SKIP
+
+
 SKIP = object()
 TENSOR, NUMBER = torch.Tensor, (int, float)
 WRONG = {
@@ -396,23 +401,30 @@ WRONG = {
     "sparse": lambda x: x.to_sparse() if isinstance(x, TENSOR) else SKIP,
     "empty": lambda x: x.new_empty(0) if isinstance(x, TENSOR)
     else type(x)() if isinstance(x, (str, tuple, list)) else SKIP,
+    "number": lambda x: 1 if isinstance(x, bool) else SKIP,
     "NaN": lambda x: float("nan") if is_number(x) else SKIP,
     "negative": lambda x: -7 if is_number(x)
     else torch.full_like(x, -7) if isinstance(x, TENSOR) and is_ids(x) else SKIP,
     "too large": lambda x: 2**70 if is_number(x)
     else torch.full_like(x, 99) if isinstance(x, TENSOR) and is_ids(x) else SKIP,
 }  # fmt: skip
+SHORT = {f"short {dim}": functools.partial(shorter, dim=dim) for dim in range(4)}
+# What a message says of a value, and the error that it then belongs to.
+SAID = {
+    TypeError: r"\w+ (is an? (?!scalar)\w+|has dtype [\w.]+);",
+    ValueError: r"\w+ (has shape|is on) ",
+}
 
 
 def is_ids(x):
     return not x.is_floating_point() and x.dtype != torch.bool
 
 
-def calls(function, right):
+def calls(function, right, kinds):
     """(argument, kind, arguments) for every wrong value of every argument."""
     parameters = inspect.signature(function).parameters
     for name in right():
-        for kind, wrong in WRONG.items():
+        for kind, wrong in kinds.items():
             arguments = right()
             value = wrong(arguments[name])
             default = parameters[name].default if name in parameters else inspect.Parameter.empty
@@ -422,13 +434,14 @@ def calls(function, right):
             yield name, kind, arguments
 
 
-def complaints(of, function, right):
+def complaints(of, function, right, kinds=WRONG):
     """What is wrong about how a function takes wrong calls."""
     found = []
-    for name, kind, arguments in calls(function, right):
+    for name, kind, arguments in calls(function, right, kinds):
         call = f"{of}.{name} {kind}"
         legitimate = matching(call, LEGITIMATE)
-        names = "|".join([name, *matching(call, NAMED)])
+        others = arguments if kind in SHORT else matching(call, NAMED)
+        names = "|".join([name, *others])  # of two sizes that differ either is named
         try:
             function(**arguments)
         except ERRORS as error:
@@ -436,6 +449,11 @@ def complaints(of, function, right):
                 found.append(f"{call}: listed as legitimate ({legitimate[0]}), raised {error!r}")
             elif not re.search(rf"\b({names})\b", str(error)):
                 found.append(f"{call}: not named in {error!r}")
+            elif not re.search("expected|holds", str(error)):
+                found.append(f"{call}: nothing is expected in {error!r}")
+            for kind, words in SAID.items():
+                if re.match(words, str(error)) and not isinstance(error, kind):
+                    found.append(f"{call}: {error!r} is no {kind.__name__}")
         except Exception as error:
             found.append(f"{call}: raised {error!r}")
         else:
@@ -467,9 +485,15 @@ LEGITIMATE = {
     ],
     "a learning rate may be as large": ["rate.factor too large", "make_optimizer.factor too large"],
     "the 64 bits of a seed are read as a signed number": ["*.dropout_seed negative"],
-    "it broadcasts": ["*.attn_mask scalar", "scaled*.bias scalar", "attention_w*.bias scalar",
+    "it broadcasts": ["*.attn_mask short 0", "[as]*.bias short 0", "paged*.bias short 0",
+        "*.attn_mask scalar", "scaled*.bias scalar", "attention_w*.bias scalar",
         "paged*.bias scalar", "*Attention.[fc]*.bias scalar", "attention.mask scalar",
         "attention.mask wrong rank"],
+    "any leading sizes": [f"{op}.{x} short 0" for op, x in (("[rl]*_norm", "input"),
+        ("feed_forward", "input"), ("*glu", "input"), ("embed", "tokens"))],
+    "a size of its own": ["scaled*.value short 3", "packed*.value short 2",
+        "paged*.value_pages short 3", "embed.tokens short 1", "rotary*.query short 1",
+        "rotary*.key short 1", "attention_weights.heads short 0"],
     "any leading dimensions": [f"{of} wrong rank" for of in (
         "layer_norm.input", "rms_norm.input", "feed_forward.input", "geglu.input", "swiglu.input",
         "embed.tokens", "attention.query", "attention.key", "attention.value",
@@ -555,7 +579,7 @@ def test_ops(op, backend):
     function = getattr(ff, op)
     assert set(OPS[op]()) == set(inspect.signature(function).parameters)
     function(**OPS[op]())
-    found = complaints(op, function, OPS[op])
+    found = complaints(op, function, OPS[op], WRONG | SHORT)
     assert not found, "\n".join(found)
 
 
@@ -573,6 +597,71 @@ def test_every_public_name_is_in_the_table():
     tried = {name.split(".")[0] for name in (*OPS, *CALLS)}
     assert tried.isdisjoint(set().union(*LEFT_OUT.values()))
     assert tried.union(*LEFT_OUT.values()) == set(ff.__all__)
+
+
+ATTENTION, PAGED, ROTARY = "scaled_dot_product_attention", "paged_attention", "rotary_embedding"
+PACKED, LOSSES = "packed_attention", ("cross_entropy", "linear_cross_entropy")
+ONE_HEAD = dict.fromkeys(("key", "value"), torch.zeros(B, 1, S, D))
+
+
+def offsets(*ends):
+    return dict(cu_seqlens_q=torch.tensor(ends, dtype=torch.int32), max_q=B * T)
+
+
+def classes(n):
+    few = dict(linear_weight=floats(n, D), linear_bias=floats(n), weight=None)
+    return few | dict(target=ids(B, T, high=2) % n, smoothing="kl")
+
+
+# Wrong calls of another kind: an op or several, what of the right call is changed, and the words.
+OTHERS = [
+    (ATTENTION, dict(query=floats(B, T, D)), r"key has shape .*; expected three dimensions"),
+    (ATTENTION, ONE_HEAD, "enable_gqa"),
+    (ATTENTION, dict(query=floats(B, 3, T, D), enable_gqa=True), "heads that divides 3"),
+    (ATTENTION, dict(attn_mask=torch.zeros(T, S + 1), bias=None), r"^attn_mask has shape"),
+    (ATTENTION, dict(attn_mask=torch.zeros(T, S).half(), bias=None), "^attn_mask has dtype"),
+    (ATTENTION, dict(attn_mask=torch.zeros(T, S, device="meta"), bias=None), "^attn_mask is on"),
+    (ATTENTION, dict(attn_mask=torch.zeros(T, S)), "float32 and is added"),
+    (ATTENTION, dict(window=(1, 2, 3)), r"window is .*; expected \(left, right\)"),
+    (ATTENTION, dict(window=(1.0, None)), "window is .*; expected two ints"),
+    ((ATTENTION, PACKED), dict(softcap=0.0), "softcap is 0.0; expected a positive number"),
+    (ATTENTION, dict(dropout_seed=torch.zeros(2).long()), "dropout_seed has shape"),
+    ("attention_weights", dict(key=ONE_HEAD["key"]), "enable_gqa"),
+    (PACKED, dict.fromkeys(("key", "value"), floats(B * S, 3, D)), "heads that divides 2"),
+    (PACKED, dict(max_q=1), "max_q is 1; expected at least the longest sequence, 3"),
+    (PACKED, dict(window=(-1, None)), "window is"),
+    (PACKED, offsets(0, T, B * T - 1), "goes from 0 to 5; expected .* tokens of query, 6"),
+    (PACKED, offsets(1, T, B * T), "goes from 1 to 6"),
+    (PACKED, offsets(0, B * T + 1, B * T), "decreases by 1"),
+    (PACKED, offsets(0, B * T), "cu_seqlens_k has shape"),
+    (PACKED, dict(cu_seqlens_q=torch.tensor([0, T, B * T])), "cu_seqlens_q has dtype torch.int64"),
+    (PAGED, dict(key_pages=floats(P, 24, H, D)), "expected pages of 16, 32"),
+    (PAGED, dict(key_pages=floats(0, PAGE, H, D)), "expected one page or more"),
+    (PAGED, dict(query=floats(B, 3, T, D)), "a number of heads that divides 3"),
+    ("embed", dict(tokens=ids(1, S + 1)), "tokens has 6 positions; expected"),
+    ("embed", dict(padding_idx=V), f"padding_idx is {V}"),
+    (("geglu", "swiglu"), dict(w=floats(25, D)), r"w has .* \[25, .*; expected \[2 d_ff, d\]"),
+    ("layer_norm", dict(input=floats(B, 1), weight=None, bias=None, normalized_shape=1), "two"),
+    (ROTARY, dict(query=floats(B, H, T, 0)), "query has shape .* D of 1 or more"),
+    (ROTARY, dict(cos=floats(B + 1, T, D)), r"cos has .* or \[B, S, R\] = \[2, 3, R\]"),
+    (ROTARY, dict(cos=floats(T, 7)), "R = 7 columns; expected an even number from 2 to"),
+    (ROTARY, dict(cos=floats(T, 0)), "R = 0 columns"),
+    (ROTARY, dict(cos=floats(T, D + 2)), "R = 10 columns; .* the head dim of query, 8"),
+    (ROTARY, dict(cos=floats(T, D).requires_grad_()), "cos requires a gradient; expected"),
+    (ROTARY, dict(sin=floats(T, D - 2)), r"sin has shape \[3, 6\]; expected that of cos"),
+    (LOSSES, dict(target=torch.rand(B, T, V)), "cross_entropy takes class probabilities"),
+    (LOSSES, dict(target=ids(B, T) - 101, ignore_index=None), "holds -100; .* from 0 to 10"),
+    (LOSSES[1], classes(2), "2 classes; expected 3 or more"),
+    (LOSSES[1], classes(1) | dict(ignore_index=-100), "there are 1 classes; expected 2 or more"),
+]  # fmt: skip
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("ops, change, words", OTHERS)
+def test_other_wrong_calls(backend, ops, change, words):
+    for op in (ops,) if isinstance(ops, str) else ops:
+        with pytest.raises(ERRORS, match=words):
+            getattr(ff, op)(**OPS[op]() | change)
 
 
 def on_meta(x):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ BLOCK = re.compile(  # code, what it printed, and its picture
     r"(?:\n(?P<image>!\[[^\]]*\]\((?P<path>[^)]+)\)\n))?",
     re.DOTALL | re.MULTILINE,
 )
-LINK = re.compile(r"(?<=\]\()(?!\w+:|#)")  # the place before the target, in this checkout
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)]+)")  # the target, in this checkout
 
 
 def cells(page: str) -> Any:
@@ -38,7 +39,9 @@ def cells(page: str) -> Any:
     import jupytext
 
     code = BLOCK.sub(lambda block: f"```python\n{block['code']}```\n", page)
-    notebook = jupytext.reads(LINK.sub("../docs/", code), fmt="md")
+    folder = NOTEBOOK.parent
+    moved = LINK.sub(lambda target: os.path.relpath(DOCS / target[1], folder), code)
+    notebook = jupytext.reads(moved, fmt="md")
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}
     }
@@ -48,13 +51,20 @@ def cells(page: str) -> Any:
 
 
 def run(notebook: Any) -> None:
-    """Run the cells of a notebook and store their outputs in it."""
+    """Run the cells of a notebook and store their outputs in it.
+
+    tqdm's warning that there are no widgets, for a progress bar that is not drawn, is left out.
+    """
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
 
     kernels = AsyncKernelManager(transport="ipc")  # no port
-    NotebookClient(notebook, km=kernels, timeout=600, record_timing=False).execute(cwd=ROOT)
+    client = NotebookClient(notebook, km=kernels, timeout=600, record_timing=False)
+    client.execute(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
     notebook.metadata.pop("language_info")  # the version of Python
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [x for x in cell.outputs if "TqdmWarning" not in x.get("text", "")]
 
 
 def page_with_outputs(page: str, notebook: Any) -> tuple[str, dict[str, bytes]]:

@@ -240,8 +240,9 @@ PLOT = """Draws a figure from values that the package computes. attention-maps t
 first. loss-curves trains it on both backends, as copy-task --plot does, or reads a file of
 copy-task --json."""
 FIGURES = (
-    *("subsequent-mask", "positional-encoding", "positional-heat-map", "smoothed-targets", "relu"),
-    *("learning-rate", "attention-maps", "loss-curves"),
+    *("subsequent-mask", "positional-encoding", "positional-heat-map", "smoothed-targets"),
+    *("smoothing-penalty", "relu", "learning-rate", "sequence-layers"),
+    *("attention-maps", "loss-curves"),
 )
 
 
@@ -253,6 +254,9 @@ def _add_plot(add: Any) -> None:
     add("--seed", type=int, default=0, help="the seed of that training")
     json = "for loss-curves: a file of copy-task --json; by default it trains"
     add("--json", type=Path, metavar="FILE", help=json)
+    layer = "for attention-maps: one layer, as decoder.layers.1.src_attn; by default all"
+    add("--layer", metavar="NAME", help=layer)
+    add("--head", type=int, help="for attention-maps: one head, from 1 on; by default all")
     _add_dpi(add)
 
 

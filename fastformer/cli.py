@@ -154,17 +154,14 @@ def run_plot(arguments: argparse.Namespace) -> int:
     name, parser = arguments.name, arguments.parser
     if arguments.json is not None and name != "loss-curves":
         parser.error(f"{name} takes no --json")
+    for option in ("layer", "head"):
+        if getattr(arguments, option) is not None and name != "attention-maps":
+            parser.error(f"{name} takes no --{option}")
     if name in plots.PICTURES:
-        picture = plots.PICTURES[name]
-        figure = picture.draw(picture.data())
-    elif name == "attention-maps":
-        try:
-            settings = copy_task.Settings(steps=arguments.steps, seed=arguments.seed)
-        except ValueError as error:
-            parser.error(str(error))
         with _threads(1):
-            maps = copy_task.attention_maps(settings)
-        figure = plots.attention_maps(maps, settings.sentence)
+            figure = plots.picture(name)
+    elif name == "attention-maps":
+        figure = _attention_maps(arguments, parser)
     elif arguments.json is not None:
         figure = _loss_curves(arguments.json, parser)
     else:
@@ -173,6 +170,24 @@ def run_plot(arguments: argparse.Namespace) -> int:
         return fastformer_command.main(["copy-task", *options])
     _save_figure(figure, arguments.out, arguments.dpi)
     return 0
+
+
+def _attention_maps(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Any:
+    """Train the copy task, and draw the maps of --layer and --head, by default of all."""
+    layer, head = arguments.layer, arguments.head
+    try:
+        settings = copy_task.Settings(steps=arguments.steps, seed=arguments.seed)
+    except ValueError as error:
+        parser.error(str(error))
+    names = copy_task.attentions(settings.model())
+    if layer is not None and layer not in names:
+        parser.error(f"layer is {layer!r}; expected one of {', '.join(names)}")
+    if head is not None and not 1 <= head <= settings.h:
+        parser.error(f"head is {head}; expected an int from 1 to {settings.h}")
+    with _threads(1):
+        maps, decoded = copy_task.attention_maps(settings)
+    maps = maps if layer is None else {layer: maps[layer]}
+    return plots.attention_maps(maps, settings.sentence, head, decoded)
 
 
 def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:

@@ -3,11 +3,12 @@
 import inspect
 import re
 
+import nbformat
 import pytest
 from test_architecture import LAYERS
 
 import fastformer as ff
-from benchmarks import ROOT
+from benchmarks import ROOT, figures
 
 PUBLIC = [name for name in ff.__all__ if name != "__version__"]
 
@@ -79,6 +80,26 @@ def test_the_path_of_an_argument_is_in_the_code():
     assert len(rows) <= 7 and len({path for path, _ in rows}) <= 6
     for path, code in rows:
         assert code.replace("\\|", "|") in (ROOT / path).read_text(), path
+
+
+# ----------------------------------------------------------------------------------------- notebook
+
+
+def test_the_notebook_is_the_page():
+    """The cells are the page's, and the page and docs/figures show their outputs. test_examples.py
+    runs them.
+    """
+    page, stored = figures.PAGE.read_text(), nbformat.read(figures.NOTEBOOK, as_version=4)
+    made = figures.cells(page)
+    assert [(x.cell_type, x.source) for x in made.cells] == [
+        (x.cell_type, x.source) for x in stored.cells
+    ]
+    shown, pictures = figures.page_with_outputs(page, stored)
+    assert shown == page
+    for path, picture in pictures.items():
+        assert (figures.DOCS / path).read_bytes() == picture, path
+    errors = [out for x in stored.cells for out in x.get("outputs", []) if "ename" in out]
+    assert len(pictures) > 5 and errors == []
 
 
 # ------------------------------------------------------------------------------------------- habits

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from benchmarks import ROOT
+from benchmarks import ROOT, figures
 
 EXAMPLES = ROOT / "examples"
 
@@ -38,3 +38,11 @@ def test_parallel_example(path, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "difference" in done.stdout
+
+
+def test_the_notebook_prints_what_the_page_shows():
+    """But for the pictures, which hold times and depend on matplotlib's version."""
+    page = figures.PAGE.read_text()
+    notebook = figures.cells(page)
+    figures.run(notebook)
+    assert figures.page_with_outputs(page, notebook)[0] == page

@@ -348,22 +348,31 @@ def _decoded(
     return decoded, decoding
 
 
-def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tensor]:
-    """Train a model, and return {attention's name: weights [h, T, S]} of a copy of the sentence.
+def attention_maps(
+    settings: Settings, backend: str = "auto"
+) -> tuple[dict[str, Tensor], list[int] | None]:
+    """Train a model, and return {attention's name: weights [h, T, S]} of a copy of the sentence,
+    and what the model decodes from it.
 
     The decoder reads the sentence without its last symbol, and predicts it without its first.
     """
-    trainer = OneProcess()
-    train(settings, backend, trainer=trainer)
+    trainer = OneProcess(timed=False)
+    run = train(settings, backend, trainer=trainer)
     model = trainer.model.eval()
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, MultiHeadedAttention)}
+    layers = attentions(model)
     for layer in layers.values():
         layer.keep_attention = True
     sentence = torch.tensor([settings.sentence], device=settings.device)
     batch = Batch(sentence, sentence, PAD)
     with torch.no_grad(), use_backend(backend):
         model(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
-    return {name: layer.attn[0] for name, layer in layers.items() if layer.attn is not None}
+    maps = {name: layer.attn[0] for name, layer in layers.items() if layer.attn is not None}
+    return maps, run.decoded
+
+
+def attentions(model: nn.Module) -> dict[str, MultiHeadedAttention]:
+    """Return the attention layers of a model by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, MultiHeadedAttention)}
 
 
 def _decode(settings: Settings, model: EncoderDecoder, length: int = 0, cache: Any = True) -> Any:

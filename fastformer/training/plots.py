@@ -1,7 +1,7 @@
 """The figures of the tutorials. matplotlib is imported only when a figure is drawn.
 
 PICTURES maps a name to a `Picture`: a function that computes the data with this package, and a
-function that draws them. `fastformer plot NAME --out FILE` saves one figure.
+function that draws them. `picture(name)` draws one, `fastformer plot NAME --out FILE` saves it.
 
 Every drawing function returns a matplotlib Figure without opening a window. Save it with
 `figure.savefig(path)`, or make it the last line of a notebook cell.
@@ -9,13 +9,17 @@ Every drawing function returns a matplotlib Figure without opening a window. Sav
 
 from __future__ import annotations
 
+import io
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.embeddings import PositionalEncoding
 from fastformer.nn.transformer import subsequent_mask
 from fastformer.training.training import LabelSmoothing, rate
@@ -23,7 +27,8 @@ from fastformer.training.training import LabelSmoothing, rate
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BELOW: dict[str, Any] = dict(loc="outside lower center", ncols=2)  # legends hide no curve
+DASHES = "-", "--", "-.", ":"  # so that lines also differ without colours
+SWATCHES = "0.85", "C0"  # of False and of True
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
@@ -35,7 +40,15 @@ def _figure(width: float = 7.0, height: float = 4.0) -> Figure:
             "plots need matplotlib, which is not installed: "
             'pip install ".[plot]" in the checkout installs it'
         ) from error
-    return Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]  # for notebooks
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    return buffer.getvalue()
 
 
 def require_format(path: str | Path) -> None:
@@ -49,17 +62,35 @@ def require_format(path: str | Path) -> None:
 # -------------------------------------------------------------------------------- kinds of figures
 
 
-def lines(series: Series, title: str, x: str, y: str) -> Figure:
+def lines(series: Series, title: str, x: str, y: str, logarithmic: bool = False) -> Figure:
     """Draw one curve per name. series: name -> (x values, y values)."""
     figure = _figure()
     axes = figure.subplots()
-    for name, (abscissae, ordinates) in series.items():
-        axes.plot(abscissae, ordinates, label=name)
+    for i, (name, (abscissae, ordinates)) in enumerate(series.items()):
+        axes.plot(abscissae, ordinates, DASHES[i % len(DASHES)], label=name)
     axes.set(title=title, xlabel=x, ylabel=y)
+    if logarithmic:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
     axes.grid(alpha=0.3)
     if len(series) > 1:
-        figure.legend(**BELOW)
+        _legend(axes)
     return figure
+
+
+def _legend(axes: Any) -> None:
+    """Add a legend inside of the axes; if every place is taken, make room above the curves."""
+    legend, figure = axes.legend(loc="best"), axes.figure
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    points = (line.get_transform().transform(line.get_xydata()) for line in axes.lines)
+    if any(box.count_contains(of_line) for of_line in points):
+        legend = axes.legend(loc="upper center", ncols=2)
+        legend.set_in_layout(False)
+        figure.draw_without_rendering()
+        share = legend.get_window_extent().height / axes.bbox.height + 0.05
+        top = axes.bbox.y0 + axes.bbox.height / (1 - share)
+        axes.set_ylim(top=axes.transData.inverted().transform((axes.bbox.x0, top))[1])
 
 
 def _array(values: Tensor) -> Any:
@@ -71,47 +102,68 @@ def heat_map(
     title: str,
     x: str,
     y: str,
-    scale: str,
+    scale: str | tuple[str, str],
     labels: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Figure:
     """Draw values [rows, columns] as a heat map, with the first row on top.
 
-    scale: what the colours stand for. labels: the names of the columns and of the rows; None for
-    their numbers.
+    scale: what the colours stand for; for booleans the names of False and of True. labels: the
+    names of the columns and of the rows; None for their numbers.
     """
     figure = _figure(6.0, 5.0)
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
     axes = figure.subplots()
-    image = axes.imshow(_array(values), aspect="auto", interpolation="nearest")
+    options: dict[str, Any] = {}
+    if not isinstance(scale, str):
+        options = dict(cmap=ListedColormap(SWATCHES), vmin=0, vmax=1)
+        swatches = [Patch(color=c, label=name) for c, name in zip(SWATCHES, scale)]
+        figure.legend(handles=swatches[::-1], loc="outside right upper")
+    image = axes.imshow(_array(values), aspect="auto", interpolation="nearest", **options)
     axes.set(title=title, xlabel=x, ylabel=y)
     for i, axis in enumerate((axes.xaxis, axes.yaxis)):
         axis.set_major_locator(MaxNLocator(integer=True))
         if labels is not None:
             axis.set_ticks(range(len(labels[i])), labels[i])
-    figure.colorbar(image, label=scale)
+    if isinstance(scale, str):
+        figure.colorbar(image, label=scale)
     return figure
 
 
-def attention_maps(maps: Mapping[str, Tensor], symbols: Sequence[object]) -> Figure:
+def attention_maps(
+    maps: Mapping[str, Tensor],
+    symbols: Sequence[object],
+    head: int | None = None,
+    decoded: Sequence[object] | None = None,
+) -> Figure:
     """Draw attention weights [h, T, S], with one row of panels per name and one panel per head.
 
     In a panel, queries are rows and keys are columns. `symbols` are the tokens at the positions.
+    head: the only one to draw, from 1 on. decoded: what the model makes of the symbols; unless it
+    is a copy, the title says that the model has not learnt the task.
     """
-    heads = max(len(weights) for weights in maps.values())
-    figure = _figure(2.0 * heads + 1.5, 2.3 * len(maps) + 0.5)
-    figure.suptitle(f"Attention weights of a copy of {' '.join(map(str, symbols))}")
-    panels = figure.subplots(len(maps), heads, squeeze=False)
+    shown = [head] if head else range(1, max(len(weights) for weights in maps.values()) + 1)
+    side = 2.0 if len(maps) * len(shown) > 1 else 4.0  # of a panel, in inches
+    figure = _figure(side * len(shown) + 1.5, (side + 0.2) * len(maps) + 0.8)
+    title = f"Attention weights of a copy of {' '.join(map(str, symbols))}"
+    if decoded is not None and [*decoded] != [*symbols]:
+        title += f"\nThe model has not learnt it: it decodes {' '.join(map(str, decoded))}"
+    figure.suptitle(title, fontsize=10)
+    panels = figure.subplots(len(maps), len(shown), squeeze=False)
     for row, (name, weights) in zip(panels, maps.items()):
-        for head, (axes, weight) in enumerate(zip(row, _array(weights))):
-            image = axes.imshow(weight, vmin=0, vmax=1, interpolation="nearest")
+        for number, axes in zip(shown, row):
+            if number > len(weights):
+                axes.set_axis_off()
+                continue
+            weight = _array(weights[number - 1])
+            image = axes.imshow(weight, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
             for set_ticks, size in zip((axes.set_yticks, axes.set_xticks), weight.shape):
                 set_ticks(range(size), [str(s) for s in symbols[:size]], fontsize=6)
-            axes.set_title(f"head {head + 1}", fontsize=8)
+            axes.set_title(f"head {number}", fontsize=8)
             axes.set_xlabel("token of the key", fontsize=7)
         row[0].set_ylabel(f"{name}\ntoken of the query", fontsize=7)
-        for axes in row[len(weights) :]:
-            axes.set_axis_off()
     figure.colorbar(image, ax=panels, label="attention weight", shrink=0.6)
     return figure
 
@@ -119,7 +171,8 @@ def attention_maps(maps: Mapping[str, Tensor], symbols: Sequence[object]) -> Fig
 def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None) -> Figure:
     """Draw the loss per token against the step, one curve per name.
 
-    Later curves are thinner and drawn on top, so that curves which coincide are all visible.
+    Later curves are thinner, dashed and drawn on top, so that curves which coincide are all
+    visible.
     """
     figure = _figure()
     axes = figure.subplots()
@@ -127,18 +180,15 @@ def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None)
         axes.plot(
             range(1, len(values) + 1),
             values,
+            DASHES[i % len(DASHES)],
             label=f"{name}, {len(values)} steps",
-            linewidth=max(2.2 - 1.2 * i, 1.0),
+            linewidth=max(2.6 - 1.2 * i, 1.0),
             marker="o" if len(values) <= 30 else None,
             markersize=4,
         )
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss per token")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="step", ylabel="loss per token", ylim=(0, None), title=title or "")
     axes.grid(alpha=0.3)
-    figure.legend(**BELOW)
-    if title is not None:
-        axes.set_title(title)
+    _legend(axes)
     return figure
 
 
@@ -169,6 +219,19 @@ def _smoothed_targets() -> Tensor:
     return criterion.true_dist
 
 
+def _penalties() -> Series:
+    """Return the loss of one token, by how sure the model is of it; three others share the rest."""
+    certain = torch.linspace(0.05, 0.99, 95)
+    other = (1 - certain) / 3
+    predicted = torch.stack([torch.zeros(95), certain, other, other, other], 1).log()
+    losses = {}
+    for smoothing in (0.0, 0.1, 0.4):
+        criterion = LabelSmoothing(size=5, padding_idx=0, smoothing=smoothing)
+        loss = [float(criterion(row.unsqueeze(0), torch.tensor([1]))) for row in predicted]
+        losses[f"smoothing {smoothing:g}"] = certain.tolist(), loss
+    return losses
+
+
 def _relu() -> Series:
     x = torch.linspace(-5, 5, 201)
     return {"relu": (x.tolist(), x.relu().tolist())}
@@ -182,6 +245,40 @@ def _learning_rates() -> Series:
     }
 
 
+LENGTHS = 128, 256, 512, 1024, 2048
+
+
+def _sequence_layers() -> Series:
+    """Measure the forward of three layers on a CPU, in milliseconds by length.
+
+    The names hold the growth from one length to the next, twice as long, over the last three.
+    """
+    d = 64
+    attend, recur, convolve = MultiHeadedAttention(4, d), nn.GRU(d, d), nn.Conv1d(d, d, 3)
+    calls: dict[str, Callable[[Tensor], Any]] = {
+        "self-attention": lambda x: attend.eval()(x, x, x),
+        "nn.GRU": lambda x: recur(x[0]),
+        "nn.Conv1d": lambda x: convolve(x.mT),
+    }
+    series = {}
+    with torch.no_grad():
+        for name, call in calls.items():
+            times = [_milliseconds(partial(call, torch.randn(1, n, d))) for n in LENGTHS]
+            growth = (times[-1] / times[-3]) ** 0.5
+            series[f"{name}: x {growth:.1f}"] = LENGTHS, times
+    return series
+
+
+def _milliseconds(call: Callable[[], Any]) -> float:
+    """Return the processor's time of the fastest of some calls, after one that is not counted."""
+    times = []
+    for _ in range(8):
+        started = time.process_time()
+        call()
+        times.append(1000 * (time.process_time() - started))
+    return min(times[1:])
+
+
 class Picture(NamedTuple):
     data: Callable[[], Any]
     draw: Callable[[Any], Figure]
@@ -191,7 +288,11 @@ PICTURES = {
     "subsequent-mask": Picture(
         lambda: subsequent_mask(20)[0],
         lambda mask: heat_map(
-            mask, "subsequent_mask(20)", "position of the key", "position of the query", "1: kept"
+            mask,
+            "subsequent_mask(20)",
+            "position of the key",
+            "position of the query",
+            ("masked out", "kept"),
         ),
     ),
     "positional-encoding": Picture(
@@ -215,9 +316,30 @@ PICTURES = {
             (_CLASSES, [_CLASSES[i] for i in _TARGETS]),
         ),
     ),
+    "smoothing-penalty": Picture(
+        _penalties,
+        lambda data: lines(
+            data, "LabelSmoothing(5, 0, smoothing)", "probability of the right token", "loss"
+        ),
+    ),
     "relu": Picture(_relu, lambda data: lines(data, "relu(x) = max(x, 0)", "x", "relu(x)")),
     "learning-rate": Picture(
         _learning_rates,
         lambda data: lines(data, "rate(step, d_model, 1, warmup)", "step", "learning rate"),
     ),
+    "sequence-layers": Picture(
+        _sequence_layers,
+        lambda data: lines(
+            data,
+            "One layer, d = 64, on a CPU; x: time at twice the length",
+            "length n",
+            "milliseconds",
+            logarithmic=True,
+        ),
+    ),
 }
+
+
+def picture(name: str) -> Figure:
+    """Compute and draw the picture of this name, one of `PICTURES`."""
+    return PICTURES[name].draw(PICTURES[name].data())

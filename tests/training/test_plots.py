@@ -1,6 +1,5 @@
 """The data of each picture are what the tutorials draw, and `fastformer plot` writes each one."""
 
-import io
 import json
 import math
 
@@ -48,6 +47,26 @@ def test_smoothed_targets():
     )
 
 
+def test_the_penalty_is_least_at_the_smoothed_target():
+    """And falls to the end without smoothing, where confidence costs nothing."""
+    for name, (certain, losses) in data("smoothing-penalty").items():
+        smoothing = float(name.split()[1])
+        assert certain[losses.index(min(losses))] == pytest.approx(1 - smoothing, abs=0.011)
+        assert (losses[-1] > losses[-2]) == (smoothing > 0)
+        i = certain.index(pytest.approx(0.5))
+        others = 3 * (smoothing / 3 * math.log(smoothing / 3 * 6)) if smoothing else 0
+        kl = (1 - smoothing) * math.log((1 - smoothing) / 0.5) + others
+        assert losses[i] == pytest.approx(kl, abs=1e-5)
+
+
+def test_sequence_layers_are_measured_over_the_length():
+    series = data("sequence-layers")
+    assert [name.partition(":")[0] for name in series] == ["self-attention", "nn.GRU", "nn.Conv1d"]
+    for name, (lengths, times) in series.items():
+        assert lengths == (128, 256, 512, 1024, 2048) and min(times) > 0
+        assert name.endswith(f": x {(times[4] / times[2]) ** 0.5:.1f}")
+
+
 def test_relu_and_the_learning_rate():
     ((x, y),) = data("relu").values()
     assert (x[0], x[-1]) == (-5, 5) and y == [max(v, 0) for v in x]
@@ -74,21 +93,64 @@ FIGURES["attention-maps"] = lambda: plots.attention_maps(
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_says_what_it_shows(name):
-    """Titles, the names of both axes and of the colours, and no legend over the curves."""
+    """Titles, the names of both axes and of the colours, and no legend over a curve."""
     figure = FIGURES[name]()
-    figure.savefig(io.BytesIO(), format="png")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # a notebook shows it
     panels = [axes for axes in figure.axes if axes.axison and axes.get_label() != "<colorbar>"]
     bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
     images = any(axes.get_images() for axes in panels)
-    assert len(bars) == images and all(bar.get_ylabel() for bar in bars)
+    swatches = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert swatches == (["kept", "masked out"] if name == "subsequent-mask" else [])
+    assert len(bars) + len(figure.legends) == images and all(bar.get_ylabel() for bar in bars)
     for i, axes in enumerate(panels):
         assert axes.get_title() and axes.get_xlabel()
         assert axes.get_ylabel() or (name == "attention-maps" and i % 2)
-        assert axes.get_legend() is None
-        for legend in figure.legends:
-            assert not legend.get_window_extent().overlaps(axes.get_window_extent())
-    several = any(len(axes.lines) > 1 for axes in panels)
-    assert len(figure.legends) == several
+        legend = axes.get_legend()
+        assert (legend is not None) == (len(axes.lines) > 1)
+        if legend is None:
+            continue
+        inner, outer = legend.get_window_extent(), axes.get_window_extent()
+        assert outer.containsx(inner.x0) and outer.containsx(inner.x1)
+        assert outer.containsy(inner.y0) and outer.containsy(inner.y1)
+        for line in axes.lines:
+            assert not inner.count_contains(axes.transData.transform(line.get_xydata()))
+        assert len({line.get_linestyle() for line in axes.lines}) == len(axes.lines)
+
+
+def test_the_colours_of_a_mask():
+    """The swatch "kept" has the colour of the diagonal, the other that of the corner."""
+    figure = FIGURES["subsequent-mask"]()
+    (image,) = figure.axes[0].get_images()
+    mask = image.get_array()
+    (legend,) = figure.legends
+    shown = {
+        text.get_text(): patch.get_facecolor()
+        for text, patch in zip(legend.get_texts(), legend.get_patches())
+    }
+    assert shown["kept"] == image.to_rgba(mask[0, 0]) and mask[0, 0] == 1
+    assert shown["masked out"] == image.to_rgba(mask[0, -1]) and mask[0, -1] == 0
+
+
+def test_attention_maps_of_one_head_and_of_a_model_that_has_not_learnt():
+    maps = {"encoder": torch.rand(3, 3, 3), "decoder": torch.rand(3, 2, 3)}
+    figure = plots.attention_maps(maps, [1, 3, 2], head=2, decoded=[1, 1, 3])
+    assert "has not learnt it: it decodes 1 1 3" in figure.get_suptitle()
+    panels = figure.axes[:2]
+    assert [axes.get_title() for axes in panels] == ["head 2", "head 2"]
+    for axes, weights in zip(panels, maps.values()):
+        assert torch.equal(torch.tensor(axes.get_images()[0].get_array()), weights[1])
+    assert "learnt" not in plots.attention_maps(maps, [1, 2, 3], decoded=[1, 2, 3]).get_suptitle()
+
+
+def test_the_gaps_between_attention_maps_are_even():
+    """Also between those of the decoder, which have other shapes."""
+    maps = {f"layer {i}": torch.rand(3, 3 + i % 2, 4) for i in range(4)}
+    figure = plots.attention_maps(maps, [1, 2, 3, 4])
+    figure.draw_without_rendering()
+    boxes = [axes.get_position() for axes in figure.axes[:12]]
+    below = {round(a.y0 - b.y1, 3) for a, b in zip(boxes, boxes[3:])}
+    beside = {round(boxes[i + 1].x0 - boxes[i].x1, 3) for i in range(12) if i % 3 < 2}
+    assert len(below) == len(beside) == 1
 
 
 def test_the_tokens_of_a_figure_are_named():
@@ -115,10 +177,10 @@ def test_attention_maps_are_the_weights_of_every_layer(monkeypatch, tmp_path):
 
     def tiny(settings):
         assert settings.steps == 2 and settings.seed == 3
-        shown.update(
-            trained(copy_task.Settings(steps=2, length=4, vocab=6, N=1, d_model=8, d_ff=8, h=2))
-        )
-        return shown
+        small = copy_task.Settings(steps=2, length=4, vocab=6, N=1, d_model=8, d_ff=8, h=2)
+        maps, decoded = trained(small)
+        shown.update(maps)
+        return maps, decoded
 
     monkeypatch.setattr(copy_task, "attention_maps", tiny)
     out = tmp_path / "maps.png"
@@ -130,6 +192,13 @@ def test_attention_maps_are_the_weights_of_every_layer(monkeypatch, tmp_path):
         "decoder.layers.0.self_attn": (2, 3, 3),
         "decoder.layers.0.src_attn": (2, 3, 4),
     }
+    drawn = []
+    draw = plots.attention_maps
+    monkeypatch.setattr(plots, "attention_maps", lambda *a: drawn.append(a) or draw(*a))
+    name = "decoder.layers.0.src_attn"
+    assert main([*words, "--layer", name, "--head", "2"]) == 0
+    ((maps, _, head, decoded),) = drawn
+    assert list(maps) == [name] and head == 2 and len(decoded) == 4
     for weights in shown.values():
         torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]).to(weights))
     assert not shown["decoder.layers.0.self_attn"].triu(1).any()
@@ -158,7 +227,10 @@ def test_loss_curves_of_a_file_and_of_a_new_run(monkeypatch, tmp_path, capsys):
         assert stopped.value.code == 2 and complaint in capsys.readouterr().err
     for words, complaint in (
         (["relu", "--json", str(source)], "relu takes no --json"),
+        (["relu", "--head", "1"], "relu takes no --head"),
         (["attention-maps", "--steps", "0"], "steps is 0"),
+        (["attention-maps", "--head", "5"], "head is 5; expected an int from 1 to 4"),
+        (["attention-maps", "--layer", "a"], "layer is 'a'; expected one of encoder.layers.0"),
         (["a-portrait"], "invalid choice: 'a-portrait'"),
     ):
         with pytest.raises(SystemExit) as stopped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from fastformer.drop_in.explanation import name_pattern
 from fastformer.drop_in.replacements import KINDS, RECOGNIZED
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
 from fastformer.drop_in.replacements.base import Accelerated, class_for
+from fastformer.drop_in.replacements.chains import Fitting, FusedChains, chains_of
 from fastformer.drop_in.replacements.layers import Layer
 from fastformer.drop_in.replacements.rotary import (
     FusedRotaryAttention,
@@ -48,8 +50,10 @@ def accelerate(
     d_k; a_2 and b_2; w_1 and w_2) and confirms them by comparing with a trial run of the original
     in float64. In the same way it replaces the RMSNorms, rotary positions and gated feed-forwards
     of Hugging Face's models; and a model whose loss is the cross-entropy of its logits computes
-    it by `cross_entropy`. Only the class of each module changes: parameters, buffers, hooks, state
-    dict, signature and defaults stay.
+    it by `cross_entropy`. In the source of any other module it finds feed-forward layers (Linear,
+    activation, dropout, Linear) and residual sums before a norm, and runs them on `feed_forward`,
+    `dropout_add_layer_norm` and `dropout_add_rms_norm`. Only the class of each module changes:
+    parameters, buffers, hooks, state dict, signature and defaults stay.
 
     The outputs equal torch's at every position and in every mode, also at the padding: zeros where
     torch's encoder converts to nested tensors at inference, the output of its layers otherwise.
@@ -61,7 +65,8 @@ def accelerate(
     - is_causal=True is trusted: the mask is not compared with a causal one.
     - Arguments that torch rejects raise a ValueError or a TypeError, where torch may raise others.
     - An output is contiguous where torch returns a transposed view.
-    - A layer whose submodules have hooks calls them one by one.
+    - A layer whose submodules have hooks calls them one by one; a hook on all modules
+      (torch.nn.modules.module.register_module_forward_hook) does not see those that an op runs.
     - A loss of Hugging Face's models, and their norms, round once, where theirs may round twice.
       The backward of that loss reads the logits: torch raises an error if they were changed.
     - The tutorial's attribute `attn`, the weights of the last call, is None afterwards.
@@ -224,15 +229,39 @@ def _require_model(model: nn.Module) -> None:
             )
 
 
-def _plan(model: nn.Module, report: Report) -> list[tuple[nn.Module, type[Accelerated]]]:
-    """Return (module, new class) for each module that can be replaced, and fill in the report."""
-    plan: list[tuple[nn.Module, type[Accelerated]]] = []
+class _Change(NamedTuple):
+    """The class that a module gets, and the activations that its chains hold."""
+
+    module: nn.Module
+    cls: type[Accelerated]
+    activations: dict[type, str] | None
+
+
+def _plan(model: nn.Module, report: Report) -> list[_Change]:
+    """Return the change of each module that can be replaced, and fill in the report."""
+    plan: list[_Change] = []
+    kinds = {module: _kind(module) for module in model.modules()}
+    parts: dict[nn.Module, dict[type, str]] = {}  # what runs chains -> the activations in these
+
+    def fuses_sum(norm: Any) -> bool:
+        kind = type(norm) if isinstance(norm, (Accelerated, *_OWN)) else kinds.get(norm)
+        return hasattr(kind, "after_sum")
+
     for name, module in model.named_modules():
         if isinstance(module, Accelerated):
             report.already.append(name)
             report._modules[name] = module
             continue
-        kind = _kind(module)
+        kind = kinds[module]
+        if kind is None:
+            fitting = chains_of(module, fuses_sum) if _may_have_chains(module) else None
+            if isinstance(fitting, Fitting):
+                for part in fitting.modules:
+                    parts.setdefault(part, {}).update(fitting.activations)
+            if module in parts:
+                kind = _collision(module, FusedChains) or FusedChains
+            else:
+                kind = fitting if isinstance(fitting, str) else unknown_structure(module)
         try:
             cls = kind if kind is None or isinstance(kind, str) else class_for(kind, type(module))
         except Exception as error:  # the original class may reject subclasses
@@ -240,20 +269,33 @@ def _plan(model: nn.Module, report: Report) -> list[tuple[nn.Module, type[Accele
         if isinstance(cls, str):
             report.skipped[name] = f"{type(module).__name__}: {cls}"
         elif cls is not None:
-            plan.append((module, cls))
+            plan.append(_Change(module, cls, parts.get(module)))
             report.replaced[name] = type(module).__name__
             report._modules[name] = module
     return plan
 
 
-def _change_classes(plan: list[tuple[nn.Module, type[Accelerated]]]) -> None:
+def _may_have_chains(module: nn.Module) -> bool:
+    """Return whether the code of a module may be rewritten: not of modules of torch or fastformer,
+    nor of models with a loss.
+    """
+    package = type(module).__module__.partition(".")[0]
+    if "forward" in module.__dict__ or has_loss(module):
+        return False
+    return package not in ("torch", "fastformer") or type(module) is nn.Sequential
+
+
+def _change_classes(plan: list[_Change]) -> None:
     """Give each module its new class; on an error, give all their original classes back."""
     changed: list[Accelerated] = []
     try:
-        for module, cls in plan:
-            module.__class__ = cls
+        for change in plan:
+            module = change.module
+            module.__class__ = change.cls
             assert isinstance(module, Accelerated)
             changed.append(module)
+            if change.activations is not None:
+                module.__dict__["_activations"] = change.activations
     except BaseException:
         for done in changed:
             _restore_class(done)
@@ -262,7 +304,8 @@ def _change_classes(plan: list[tuple[nn.Module, type[Accelerated]]]) -> None:
 
 def _restore_class(module: Accelerated) -> None:
     module.__class__ = module._original  # type: ignore[assignment]
-    for name in ("_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits"):
+    names = "_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits", "_activations"
+    for name in names:
         module.__dict__.pop(name, None)
 
 
@@ -307,7 +350,7 @@ def _recognized(module: nn.Module) -> type[Accelerated] | str | None:
             if found is None:
                 return kind
             reason = reason or found
-    return reason or unknown_structure(module)
+    return reason
 
 
 def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:

@@ -372,6 +372,7 @@ WORDS = {
     "FusedRMSNorm": "norms",
     "FusedGatedFeedForward": "gated",
     "FusedRotaryAttention": "rotary",
+    "FusedChains": "chains",
     "FusedModelWithLoss": "loss",
 }
 

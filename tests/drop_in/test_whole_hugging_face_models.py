@@ -25,18 +25,23 @@ GROUPED = dict(num_key_value_heads=2, head_dim=8)
 
 
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def parts(name):
+    """The classes of a decoder that are replaced."""
+    return {name + part for part in ("RMSNorm", "MLP", "Attention", "DecoderLayer")}
+
+
 # By name: the model, and the classes that are replaced in it.
 MODELS = {
-    "Llama": (Tiny("Llama", **SIZES), {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}),
-    "Qwen3": (Tiny("Qwen3", **SIZES, **GROUPED), {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"}),
+    "Llama": (Tiny("Llama", **SIZES), parts("Llama")),
+    "Qwen3": (Tiny("Qwen3", **SIZES, **GROUPED), parts("Qwen3")),
     "Gemma 3": (
         Tiny("Gemma3Text", **SIZES, **GROUPED, query_pre_attn_scalar=8),
-        {"Gemma3RMSNorm", "Gemma3MLP", "Gemma3Attention"},
+        parts("Gemma3"),
     ),
-    "Mistral": (
-        Tiny("Mistral", **SIZES, **GROUPED), {"MistralRMSNorm", "MistralMLP", "MistralAttention"}
-    ),
-    "Phi 3": (Tiny("Phi3", **SIZES), {"Phi3RMSNorm", "Phi3MLP", "Phi3Attention"}),
+    "Mistral": (Tiny("Mistral", **SIZES, **GROUPED), parts("Mistral")),
+    "Phi 3": (Tiny("Phi3", **SIZES), parts("Phi3")),
     "T5": (
         Tiny(
             "T5", "ForConditionalGeneration", vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48,
@@ -45,14 +50,17 @@ MODELS = {
         ),
         {"T5LayerNorm", "T5DenseGatedActDense"},
     ),
-    "BERT": (Tiny("Bert", "ForMaskedLM", **SIZES, **NO_DROPOUT), {"LayerNorm"}),
+    "BERT": (
+        Tiny("Bert", "ForMaskedLM", **SIZES, **NO_DROPOUT),
+        {"LayerNorm", "BertLayer", "BertIntermediate", "BertOutput", "BertSelfOutput"},
+    ),
     "ViT": (
         Tiny(
             "ViT", "ForImageClassification", hidden_size=32, num_hidden_layers=2,
             num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4, num_labels=5,
             **NO_DROPOUT,
         ),
-        {"LayerNorm"},
+        {"LayerNorm", "ViTLayer", "ViTMLP"},
     ),
 }  # fmt: skip
 

@@ -58,6 +58,11 @@ class AnySignature(Accelerated):
     """A kind that replaces classes whose forwards have different signatures, and keeps these."""
 
     @classmethod
+    def _members_for(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """Return what the class that replaces `original` has of its own, by name."""
+        return {"forward": cls._forward_for(original)}
+
+    @classmethod
     def _forward_for(cls, original: type[nn.Module]) -> Callable[..., Any]:
         """Return the forward of the class that replaces `original`."""
 
@@ -105,7 +110,7 @@ def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accele
     if hasattr(kind, "after_sum"):  # the residual stream looks it up in vars(type(norm))
         names["after_sum"] = kind.after_sum
     if issubclass(kind, AnySignature):
-        names["forward"] = kind._forward_for(original)
+        names |= kind._members_for(original)
     made = type(original.__name__, (kind, original), names)
     return _classes.setdefault((kind, original), made)
 

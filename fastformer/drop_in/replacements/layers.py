@@ -146,7 +146,7 @@ class Layer(OnStream):
         self, stream: ResidualStream, site: int
     ) -> Callable[[Tensor], Tensor]:
         """Return the function x -> linear2(dropout(activation(linear1(x))))."""
-        parts = self.linear1, _op_activation(self.activation), self.dropout, self.linear2
+        parts = self.linear1, op_activation(self.activation), self.dropout, self.linear2
         seed = stream.seed(site, self.dropout)
         return lambda x: apply_feed_forward(x, *parts, seed)
 
@@ -166,7 +166,7 @@ def attention_of(layer: Layer, name: str) -> FusedMultiheadAttention:
     return getattr(layer, name)
 
 
-def _op_activation(function: Any) -> str | Callable[[Tensor], Tensor]:
+def op_activation(function: Any) -> str | Callable[[Tensor], Tensor]:
     """Return the name of the activation in `feed_forward`, or the function if it has none there."""
     if isinstance(function, nn.Module) and not is_unmodified(function):
         return function
@@ -246,7 +246,7 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         """Return the arguments after x of torch's op for a full layer. Return None if the op does
         not compute the same as the submodules, or does not support their parameters.
         """
-        attention, activation = attention_of(self, "self_attn"), _op_activation(self.activation)
+        attention, activation = attention_of(self, "self_attn"), op_activation(self.activation)
         norm1, norm2, linear1, linear2 = self.norm1, self.norm2, self.linear1, self.linear2
         dropouts = (self.dropout, self.dropout1, self.dropout2)
         standard = (

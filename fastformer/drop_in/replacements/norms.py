@@ -25,7 +25,8 @@ class FusedLayerNorm(Accelerated, nn.LayerNorm):
         self, x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return (self(sum), sum) of sum = residual + dropout(x), [...], from one kernel."""
-        if _unsupported_norm(residual, self.weight, self.bias, self.eps) is not None:
+        reason = _unsupported_norm(residual, self.weight, self.bias, self.eps)
+        if reason is not None or self.weight is None:
             total = residual + F.dropout(x, dropout_p)
             return self.forward(total), total
         inputs = _autocast_input(x), _autocast_input(residual)
@@ -43,6 +44,20 @@ class FusedRMSNorm(Accelerated, nn.RMSNorm):
         with ops_of(self):
             shape = self.normalized_shape
             return functional.rms_norm(_autocast_input(x), shape, self.weight, self.eps)
+
+    def after_sum(
+        self, x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (self(sum), sum) of sum = residual + dropout(x), [...], from one kernel."""
+        reason = _unsupported_norm(residual, self.weight, None, self.eps)
+        if reason is not None or self.weight is None:
+            total = residual + F.dropout(x, dropout_p)
+            return self.forward(total), total
+        inputs = _autocast_input(x), _autocast_input(residual)
+        normalized, total = functional.dropout_add_rms_norm(
+            *inputs, self.weight, dropout_p, self.eps, dropout_seed=dropout_seed
+        )
+        return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
 
 
 def _autocast_input(x: Tensor) -> Tensor:

@@ -46,13 +46,28 @@ class FusedRootMeanSquareNorm(Recognized, AnySignature):
     def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
         (x,) = (*given, *named.values())
         weight = self._factor()
-        reason = unsupported_tensor(x, weight)
-        if reason is None and self._must_agree() and x.dtype != weight.dtype:
-            reason = f"the input is {x.dtype}, the weight {weight.dtype}"
+        reason = self._unsupported_reason(x, weight)
         if reason is not None:
             return self._run_original(reason, x)
         with ops_of(self):
             return functional.rms_norm(x, weight.shape, weight, _eps(self))
+
+    def after_sum(
+        self, x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (self(sum), sum) of sum = residual + dropout(x), [...], from one kernel."""
+        weight = self._factor()
+        if x.dtype != residual.dtype or self._unsupported_reason(x, weight) is not None:
+            total = residual + F.dropout(x, dropout_p)
+            return self.forward(total), total
+        given = x, residual, weight, dropout_p, _eps(self)
+        return functional.dropout_add_rms_norm(*given, dropout_seed=dropout_seed)
+
+    def _unsupported_reason(self, x: Tensor, weight: Tensor) -> str | None:
+        reason = unsupported_tensor(x, weight)
+        if reason is None and self._must_agree() and x.dtype != weight.dtype:
+            reason = f"the input is {x.dtype}, the weight {weight.dtype}"
+        return reason
 
     def _factor(self) -> Tensor:
         return self.weight

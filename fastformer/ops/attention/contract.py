@@ -24,9 +24,11 @@ from fastformer.checks import (
 from fastformer.description import Attention
 from fastformer.dispatch import backends
 from fastformer.eager import may_read
+from fastformer.mask_tiles import BlockMask
 from fastformer.ops.attention import reference
 from fastformer.ops.attention.arguments import (
     ALIGNMENTS,
+    NO_BLOCKS,
     Scores,
     checked_key_bias,
     checked_packed_shard,
@@ -53,7 +55,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -183,8 +185,9 @@ def scaled_dot_product_attention(
     scale, scores = require_attention(query, key, value, scale, enable_gqa)
     if shard is None and backends.sequences_are_sharded():
         scores = (*scores[:3], backends.full_length(scores[3]))  # with the global Sk
+    blocks = NO_BLOCKS
     if attn_mask is not None or bias is not None:
-        attn_mask, bias = mask_and_bias(attn_mask, bias, query, scores, three)
+        attn_mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores, three)
     p = require_dropout("dropout_p", dropout_p)
     if shard is not None:
         shard = checked_shard(shard, scores, p)
@@ -205,6 +208,7 @@ def scaled_dot_product_attention(
         None if sinks is None else checked_sinks(sinks, query),
         None if p == 0 and dropout_seed is None else seed_tensor(dropout_seed, p, query.device),
         shard,
+        *blocks,
     )
     result = backends.run(
         "scaled_dot_product_attention",
@@ -334,7 +338,7 @@ def paged_attention(
     block_table: Tensor,
     key_lengths: Tensor,
     *,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     bias: Tensor | None = None,
@@ -404,7 +408,7 @@ def paged_attention(
 def attention_weights(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -472,7 +476,7 @@ def _described(
     """
     is_causal, window, alignment = band
     attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks = others
-    attn_mask, bias = mask_and_bias(attn_mask, bias, query, scores, False)
+    attn_mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores, False)
     return Attention(
         attn_mask,
         0.0,
@@ -485,6 +489,9 @@ def _described(
         checked_slopes(alibi_slopes, query, query.shape[0]),
         checked_softcap(softcap),
         checked_sinks(sinks, query),
+        None,
+        None,
+        *blocks,
     )
 
 

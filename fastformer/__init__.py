@@ -27,6 +27,7 @@ from fastformer.drop_in.patch import Report, accelerate, restore
 from fastformer.drop_in.replacements.stacks import decode_step
 from fastformer.drop_in.sdpa import sdpa_override
 from fastformer.drop_in.transformers_attention import register_transformers
+from fastformer.mask_tiles import BlockMask, block_mask
 from fastformer.nn.attention import MultiHeadedAttention, attention
 from fastformer.nn.base import clones
 from fastformer.nn.embeddings import Embeddings, PositionalEncoding, RotaryEmbedding
@@ -77,6 +78,7 @@ from fastformer.tuning import Tuning, tune
 
 __all__ = [
     "Batch",
+    "BlockMask",
     "Checkpoints",
     "Decoder",
     "DecoderCache",
@@ -110,6 +112,7 @@ __all__ = [
     "attention",
     "attention_weights",
     "beam_search",
+    "block_mask",
     "clones",
     "context_parallel",
     "cross_entropy",

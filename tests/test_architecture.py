@@ -28,6 +28,7 @@ LAYERS = [
     {"dispatch"},
     {"checks", "environment", "kernels"},
     {"cuda_graphs", "description", "eager", "numerics"},
+    {"mask_tiles"},
     {"_version"},
 ]
 

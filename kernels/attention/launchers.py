@@ -146,7 +146,8 @@ def forward(query, key, value, *rest):
     """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
     [B, H, Sq, 2] or [0]), whatever `return_lse` is.
     """
-    return _run_forward(query, key, value, unpack(rest[:-1]))
+    attention = unpack(rest[:-1]).with_dense_mask(query.shape[2], key.shape[2])
+    return _run_forward(query, key, value, attention)
 
 
 def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
@@ -175,7 +176,8 @@ def backward(*arguments):
 def _gradients(grads, grad_output, grad_lse, query, key, value, *rest):
     *fields, output, lse, statistics, needs = rest
     saved = output, lse, statistics, tuple(needs)
-    return _run_backward(grads, grad_output, grad_lse, *saved, query, key, value, unpack(fields))
+    attention = unpack(fields).with_dense_mask(query.shape[2], key.shape[2])
+    return _run_backward(grads, grad_output, grad_lse, *saved, query, key, value, attention)
 
 
 # ------------------------------------------------------------------------------------------ packed
@@ -353,7 +355,8 @@ def paged_forward(query, key_pages, value_pages, block_table, *rest):
     """Launch the forward with keys in pages. Returns (output [B, H, Sq, DV], lse
     [B, H, Sq]).
     """
-    attention = unpack(rest[:-1])
+    columns = block_table.shape[1] * key_pages.shape[1]
+    attention = unpack(rest[:-1]).with_dense_mask(query.shape[2], columns)
     return _run_paged(query, key_pages, value_pages, block_table, attention)[:2]
 
 
@@ -369,6 +372,7 @@ def describe(
         return "the keys are split over programs"
     if attention.cu_seqlens_q is not None:
         query, key, value = map(_heads_first, (query, key, value))
+    attention = attention.with_dense_mask(query.shape[2], key.shape[2])
     plan = _forward_plan(query, key, value, attention)
     found = ["the keys are split over programs"] * isinstance(plan, DecodePlan)
     found += ["the mask is bounded"] * (plan.source is not None)
@@ -408,6 +412,9 @@ def _describe_backward(
 
 def supports(query: Tensor, *tensors: Tensor, **named: Any) -> str | None:
     """Return why the kernels cannot run this call, or None."""
+    attention = named["attention"]
+    if attention.mask_spans is not None and attention.cu_seqlens_q is not None:
+        return "no kernel computes a BlockMask of a packed batch"
     value = named.get("value", named.get("value_pages", query))
     dim = max(query.shape[-1], value.shape[-1])
     if dim > MAX_HEAD_DIM:  # most calls end before this

@@ -20,7 +20,12 @@ VALUES = dict(
     alibi_slopes=torch.ones(4),
     softcap=5.0,
     sinks=torch.zeros(4),
+    mask_spans=torch.zeros(2, 1, 2, 5, dtype=torch.int32),
+    mask_lists=torch.zeros(3, 0, dtype=torch.int16),
+    mask_bits=torch.zeros(2, 256, dtype=torch.int32),
 )
+# A `BlockMask`, which is given as attn_mask, is several fields; `packed_attention` takes no tensor.
+PUBLIC = dict.fromkeys(("mask_spans", "mask_lists", "mask_bits"), "attn_mask")
 
 
 def test_every_option_is_declared():
@@ -30,8 +35,8 @@ def test_every_option_is_declared():
     assert declared == [*Attention._fields[:-4]]
     assert description.PACKED_SCHEMA.count(",") + 1 == len(Attention._fields)
     public = inspect.signature(ff.scaled_dot_product_attention).parameters
-    assert set(NAMES) <= set(public)
-    packed = inspect.signature(ff.packed_attention).parameters
+    assert {PUBLIC.get(name, name) for name in NAMES} <= set(public)
+    packed = {*inspect.signature(ff.packed_attention).parameters} - {"attn_mask"} | {*PUBLIC}
     assert tuple(name for name in NAMES if name not in packed) == PADDED_OPTIONS
 
 
@@ -66,6 +71,9 @@ def test_calls_that_differ_in_an_option_share_no_plan(name):
         ("alibi_slopes", (1,), "h"),
         ("sinks", (4,), "h"),
         ("dropout_seed", (1,), "."),
+        ("mask_spans", (2, 4, 3, 5), "bh.."),
+        ("mask_spans", (1, 4, 3, 5), ".h.."),
+        ("mask_bits", (2, 256), ".."),
     ],
 )
 def test_dimensions_that_are_sharded(name, shape, expected):

@@ -22,10 +22,13 @@ from fastformer.checks import (
 from fastformer.description import Shard
 from fastformer.dispatch import backends
 from fastformer.eager import may_read
+from fastformer.mask_tiles import BlockMask
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 ALIGNMENTS = ("top_left", "bottom_right")
 Scores = tuple[int, int, int, int]  # the shape of the scores, [B, H, Sq, Sk]
+Blocks = tuple[Tensor | None, Tensor | None, Tensor | None]  # the tensors of a BlockMask
+NO_BLOCKS: Blocks = (None, None, None)
 
 
 def require_attention(
@@ -136,15 +139,22 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
 
 
 def mask_and_bias(
-    attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, scores: Scores, three: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the checked mask and bias. A floating mask is returned as the bias.
+    attn_mask: Tensor | BlockMask | None,
+    bias: Tensor | None,
+    query: Tensor,
+    scores: Scores,
+    three: bool,
+) -> tuple[Tensor | None, Tensor | None, Blocks]:
+    """Return the checked mask, bias, and tensors of a block mask. A floating mask is returned as
+    the bias.
 
     three: whether the query was given without heads; a mask or a bias [B, Sq, Sk] then gets a
         dimension of one head.
     """
-    bias_name = "bias"
-    if attn_mask is not None:
+    bias_name, blocks = "bias", NO_BLOCKS
+    if isinstance(attn_mask, BlockMask):
+        blocks, attn_mask = checked_blocks(attn_mask, query, scores), None
+    elif attn_mask is not None:
         require_tensor("attn_mask", attn_mask)
         if attn_mask.dtype is torch.bool:
             attn_mask = _broadcast("attn_mask", attn_mask, query, scores, three)
@@ -165,7 +175,28 @@ def mask_and_bias(
         if bias.dtype is not torch.float32 and autocast_dtype(query) is not None:
             bias = bias.to(query.dtype)
         bias = _broadcast(bias_name, bias, query, scores, three)
-    return attn_mask, bias
+    return attn_mask, bias, blocks
+
+
+def checked_blocks(mask: BlockMask, query: Tensor, scores: Scores) -> Blocks:
+    """Return the tensors of a block mask of the scores."""
+    if backends.sequences_are_sharded():
+        raise ValueError(
+            "attn_mask is a BlockMask within context_parallel; expected a tensor, which has the "
+            "rows of this process"
+        )
+    if mask.device != query.device:
+        raise ValueError(
+            f"attn_mask is a BlockMask on {mask.device}; expected the device of query, "
+            f"{query.device}"
+        )
+    shape = tuple(mask.shape)
+    if shape[2:] != scores[2:] or any(n not in (1, full) for n, full in zip(shape, scores)):
+        raise ValueError(
+            f"attn_mask is a BlockMask of shape {list(shape)}; expected one that broadcasts to "
+            f"{list(scores)} over sequences and heads"
+        )
+    return mask.tensors
 
 
 def _require_bias(name: str, bias: Tensor, query: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,7 +39,7 @@ def usual_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Any,
     is_causal: bool,
     key_lengths: Tensor | None,
 ) -> Tensor | None:
@@ -89,7 +91,7 @@ def are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def fits(mask: Tensor, scores: tuple[int, ...]) -> bool:
+def fits(mask: Any, scores: tuple[int, ...]) -> bool:
     """Return whether a mask is [Sq, Sk], or of four dimensions that broadcast to the scores."""
     if not (type(mask) is Tensor and mask.is_cpu) or _is_wrapped(mask):
         return False

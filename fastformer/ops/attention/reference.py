@@ -33,6 +33,7 @@ from fastformer.ops.attention.masks import (
     score_terms,
     visible_keys,
 )
+from fastformer.ops.attention.tiles import by_tiles, computes_by_tiles
 from fastformer.ops.dropout import dropout_scale, dropped, kept, with_zeros, without
 
 
@@ -96,17 +97,29 @@ def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = False
 ) -> Any:
+    attend = attention_block if attention.mask_spans is None else _with_block_mask
     if not return_lse:
-        return attention_block(query, key, value, attention, False)
-    out, peak, log_sum = attention_block(query, key, value, attention)
+        return attend(query, key, value, attention, False)
+    out, peak, log_sum = attend(query, key, value, attention, True)
     return out, peak + log_sum
+
+
+def _with_block_mask(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
+) -> Any:
+    """Compute `attention_block` with a `BlockMask`."""
+    if computes_by_tiles(query, attention):
+        key, value = (_grouped(x, query.shape[1]) for x in (key, value))
+        return by_tiles(attention_block, query, key, value, attention, return_lse)
+    attention = attention.with_dense_mask(query.shape[2], key.shape[2])
+    return attention_block(query, key, value, attention, return_lse)
 
 
 def usual_dropout(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Any,
     is_causal: bool,
     key_lengths: Tensor | None,
     dropout_p: float,
@@ -138,11 +151,18 @@ def usual_dropout(
 
 
 def attention_block(
-    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = True
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention: Attention,
+    return_lse: bool = True,
+    runs: Sequence[range] | None = None,
 ) -> Any:
     """Return (output, peak, log_sum) of attention to a part of the keys, where lse = peak +
     log_sum: their sum has no digits left for log_sum if peak is large. Without return_lse, return
     the output alone.
+
+    runs: the indices of the keys for dropout, if they are not consecutive.
     """
     heads = query.shape[1]
     if attention.key_lengths is not None:
@@ -169,10 +189,10 @@ def attention_block(
         scale = attention.scale
         out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
     elif not return_lse and added is None and _saves_passes(query, value, attention):
-        out = _DroppedAttention.apply(query, key, value, visible, attention)
+        out = _DroppedAttention.apply(query, key, value, visible, attention, runs)
     else:
         scores = _scores(query, key, attention, added, visible)
-        out = _weighted(scores, value, attention)
+        out = _weighted(scores, value, attention, runs)
     seen = None if visible is None else visible.any(-1, keepdim=True)
     empty = None if seen is None or (may_read(seen) and seen.all()) else ~seen
     if empty is not None:
@@ -212,10 +232,12 @@ def _within_lengths(
     return key, value, attention
 
 
-def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
+def _weighted(
+    scores: Tensor, value: Tensor, attention: Attention, runs: Sequence[range] | None = None
+) -> Tensor:
     """Return dropout(softmax(scores)) value, [B, H, Sq, Dv] in the dtype of the value."""
     weights = _softmax(scores, value.dtype, attention.sinks)
-    drop = _dropped_weights(weights, attention)
+    drop = _dropped_weights(weights, attention, runs)
     if drop is None:
         return weights @ value
     return without(drop, weights) @ value * dropout_scale(attention.dropout_p)
@@ -251,13 +273,14 @@ class _DroppedAttention(torch.autograd.Function):
         value: Tensor,
         visible: Tensor | None,
         attention: Attention,
+        runs: Sequence[range] | None,
     ) -> Tensor:
         weights = _softmax(_scores(query, key, attention, None, visible), value.dtype, None)
-        drop = _dropped_weights(weights, attention)
+        drop = _dropped_weights(weights, attention, runs)
         assert drop is not None
         mask = kept(drop, weights).mul_(dropout_scale(attention.dropout_p))
         ctx.save_for_backward(query, key, value, visible, weights, mask)
-        ctx.attention = attention
+        ctx.attention, ctx.runs = attention, runs
         return with_zeros(weights * mask, drop) @ value
 
     @staticmethod
@@ -266,17 +289,23 @@ class _DroppedAttention(torch.autograd.Function):
         attention = ctx.attention
         if torch.is_grad_enabled():
             q, k, v = views = [x.view_as(x) for x in inputs]
-            out = _weighted(_scores(q, k, attention, None, visible), v, attention)
-            return *torch.autograd.grad(out, views, grad, create_graph=True), None, None
+            out = _weighted(_scores(q, k, attention, None, visible), v, attention, ctx.runs)
+            return *torch.autograd.grad(out, views, grad, create_graph=True), None, None, None
         query, key, value = inputs
         grad_scores = torch._softmax_backward_data(
             (grad @ value.mT).mul_(mask), weights, -1, weights.dtype
         ).mul_(attention.scale)
-        return grad_scores @ key, grad_scores.mT @ query, (weights * mask).mT @ grad, None, None
+        grads = grad_scores @ key, grad_scores.mT @ query, (weights * mask).mT @ grad
+        return *grads, None, None, None
 
 
-def _dropped_weights(weights: Tensor, attention: Attention) -> Tensor | None:
-    """Return a boolean, True where dropout removes one of the weights [B, H, Sq, Sk], or None."""
+def _dropped_weights(
+    weights: Tensor, attention: Attention, runs: Sequence[range] | None = None
+) -> Tensor | None:
+    """Return a boolean, True where dropout removes one of the weights [B, H, Sq, Sk], or None.
+
+    runs: the indices of the keys, if they are not consecutive; the call has a shard.
+    """
     if attention.dropout_p == 0:
         return None
     assert attention.dropout_seed is not None
@@ -285,6 +314,13 @@ def _dropped_weights(weights: Tensor, attention: Attention) -> Tensor | None:
     if shard is not None:
         first = shard.batch * shard.heads + shard.head
         place = first, heads, shard.heads, shard.query, shard.key
+        if runs is not None:
+            given = attention.dropout_seed, batch * heads, rows
+            drops = [
+                dropped(*given, len(run), attention.dropout_p, (*place[:4], shard.key + run.start))
+                for run in runs
+            ]
+            return torch.cat(drops, -1).view(weights.shape) if drops else weights.bool()
     drop = dropped(attention.dropout_seed, batch * heads, rows, columns, attention.dropout_p, place)
     return drop.view(weights.shape)
 
@@ -350,6 +386,16 @@ def packed_attention(
     seen = None if bias is None else left_by(bias)
     if seen is not None:  # a masked key may hold NaN, and 0 times NaN is NaN
         key, value = (x.masked_fill(~seen.view(-1, 1, 1), 0.0) for x in (key, value))
+    if attention.mask_spans is not None:
+        attention = attention.with_dense_mask(query.shape[0], key.shape[0])
+        mask, starts = attention.attn_mask, (cu_seqlens_q, cu_seqlens_k)
+        assert mask is not None
+        i, j = (
+            (cu[:-1, None] + torch.arange(length, device=cu.device)).clamp(max=max(0, n - 1))
+            for cu, length, n in zip(starts, (max_q, max_k), mask.shape[2:])
+        )
+        mask = mask[0][:, i.unsqueeze(2), j.unsqueeze(1)].transpose(0, 1)
+        attention = attention._replace(attn_mask=mask)
     q, k, v = (
         x.new_zeros(batch, length, *x.shape[1:]).index_put(at, x).transpose(1, 2)
         for x, at, length in ((query, rows, max_q), (key, columns, max_k), (value, columns, max_k))
@@ -407,6 +453,7 @@ def attention_weights(
     rows: slice | Tensor | None = None,
     heads: slice | Tensor | None = None,
 ) -> Tensor:
+    attention = attention.with_dense_mask(query.shape[2], key.shape[2])
     shift = diagonal_shift(query, key, attention)
     every_i = torch.arange(query.shape[2], device=query.device)
     every_h = torch.arange(query.shape[1], device=query.device)

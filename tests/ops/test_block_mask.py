@@ -1,0 +1,466 @@
+"""Block masks: their layout, what they are made of, and attention with them."""
+
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+
+import fastformer as ff
+from fastformer import eager
+
+ROWS, COLUMNS = 128, 64
+
+
+def masks(rows, keys):
+    """Masks [rows, keys] by name: with holes, whole tiles, runs of them, empty rows and columns."""
+    i, j = torch.arange(rows)[:, None], torch.arange(keys)
+    near = (i - j).abs() <= 40
+    found = {
+        "causal": j <= i,
+        "global and window": near | (i < 70) | (j < 9),
+        "both ends": (i >= 0) & ((j < 64) | (j >= keys - 100)),
+        "every other tile": ((j // 64 % 2 == 0) & (i >= 0)) & (i != 3),
+        "rows that see nothing": near & (i % 3 != 0) & (i // 128 != 1),
+        "elements": torch.rand(rows, keys, generator=torch.Generator().manual_seed(0)) < 0.3,
+        "all": (i >= 0) & (j >= 0),
+        "none": (i < 0) & (j >= 0),
+    }
+    return found
+
+
+def elements_of(mask, own):
+    """The elements [B, H, Sq, Sk] read from the lists of rows or of columns, as the class says."""
+    batch, heads, q_length, k_length = mask.shape
+    rows, columns = -(-q_length // ROWS), -(-k_length // COLUMNS)
+    out = torch.zeros(batch, heads, rows * ROWS, columns * COLUMNS, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            for t in range(rows if own == "rows" else columns):
+                entry = mask.spans[b, h, t + (0 if own == "rows" else rows)].tolist()
+                run, run_tiles, begin, whole, part = entry
+                tiles = [(n, 1) for n in range(run, run + run_tiles)]
+                for n in range(begin, begin + whole + part):
+                    index, low, high = mask.lists[:, n].tolist()
+                    slot = (low & 0xFFFF) | (high << 16)
+                    assert (slot == 1) == (n < begin + whole) and slot > 0
+                    tiles.append((index, slot))
+                for index, slot in tiles:
+                    r, c = (t, index) if own == "rows" else (index, t)
+                    assert not out[b, h, r * ROWS : (r + 1) * ROWS, c * COLUMNS :][:, :64].any()
+                    words = mask.bits[slot].view(ROWS, 2, 1) >> torch.arange(32) & 1
+                    place = slice(r * ROWS, (r + 1) * ROWS), slice(c * COLUMNS, (c + 1) * COLUMNS)
+                    out[(b, h, *place)] = words.view(ROWS, COLUMNS) != 0
+    if q_length:  # what the last query sees
+        assert torch.equal(
+            out[:, :, q_length:], out[:, :, q_length - 1 : q_length].expand_as(out[:, :, q_length:])
+        )
+    assert not out[..., k_length:].any()
+    return out[:, :, :q_length, :k_length]
+
+
+@pytest.mark.parametrize("shape", [(300, 420), (128, 64), (1, 70), (0, 5), (130, 0)])
+@pytest.mark.parametrize("name", masks(1, 1))
+def test_layout(name, shape):
+    """Lists of rows and of columns hold the elements, equal tiles once."""
+    dense = masks(*shape)[name]
+    mask = ff.block_mask(dense)
+    assert mask.shape == (1, 1, *shape)
+    for own in ("rows", "columns"):
+        assert torch.equal(elements_of(mask, own)[0, 0], dense)
+    assert torch.equal(mask.dense()[0, 0], dense)
+    assert mask.bits.unique(dim=0).shape == mask.bits.shape
+    assert not mask.bits[0].any() and (mask.bits[1] == -1).all()
+    assert (mask.lists.dtype, mask.spans.dtype) == (torch.int16, torch.int32)
+
+
+def test_the_run_is_the_longest():
+    dense = torch.ones(128, 64 * 9, dtype=torch.bool)
+    dense[0, 64 * 2] = dense[0, 64 * 6] = False  # whole tiles 0 1, 3 4 5, 7 8
+    assert ff.block_mask(dense).spans[0, 0, 0].tolist() == [3, 3, 0, 4, 2]
+    assert ff.block_mask(dense).lists[0, :6].tolist() == [0, 1, 7, 8, 2, 6]
+
+
+@pytest.mark.parametrize("name", masks(1, 1))
+def test_mask_mods(name):
+    """Evaluated in blocks, by sequence and head, they give what the tensor gives."""
+    dense = masks(300, 420)[name]
+    asked = []
+
+    def mod(b, h, i, j):
+        asked.append(i.shape[0] * j.shape[1])
+        return dense[i, j] & ((h == 0) | (i > 50)) & (b < 2)
+
+    mask = ff.block_mask(mod, B=3, H=2, Sq=300, Sk=420)
+    expected = dense.repeat(3, 2, 1, 1)
+    expected[:, 1, :51], expected[2] = False, False
+    assert mask == ff.block_mask(expected)
+    assert torch.equal(mask.dense(), expected)
+
+
+def test_mask_mods_are_never_evaluated_whole():
+    rows = []
+
+    def mod(b, h, i, j):
+        rows.append(i.shape[0])
+        return (i - j).abs() < 10
+
+    mask = ff.block_mask(mod, Sq=4096, Sk=1 << 15)
+    assert set(rows) == {128}
+    assert mask.nbytes < 20_000
+
+
+def test_of_flex_attention():
+    """Blocks of another size; full blocks are seen whatever mask_mod says, others are not."""
+    window = lambda b, h, i, j: ((i - j).abs() < 50) & (j > 20 * h)  # noqa: E731
+    given = flex_attention.create_block_mask(window, 1, 2, 300, 420, device="cpu", BLOCK_SIZE=32)
+    assert ff.block_mask(given) == ff.block_mask(window, H=2, Sq=300, Sk=420)
+    made = flex_attention.BlockMask.from_kv_blocks(
+        torch.tensor([[[1, 2]]], dtype=torch.int32),
+        torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32),
+        torch.tensor([[[1, 0]]], dtype=torch.int32),
+        torch.tensor([[[[0, 0], [0, 0]]]], dtype=torch.int32),
+        BLOCK_SIZE=64,
+        mask_mod=lambda b, h, i, j: j > 70,
+    )
+    dense = (torch.arange(128) > 70).repeat(128, 1)
+    dense[:64, :64] = True
+    assert torch.equal(ff.block_mask(made).dense()[0, 0], dense)
+
+
+def test_algebra():
+    a, b = torch.rand(2, 1, 300, 420) < 0.5, torch.rand(1, 3, 300, 420) < 0.5
+    a[..., :128, :64], b[..., 256:, 64:128] = True, ~a[:1, :, 256:, 64:128]
+    one, other = ff.block_mask(a), ff.block_mask(b)
+    assert (one & other) == ff.block_mask(a & b) and (one | other) == ff.block_mask(a | b)
+    assert torch.equal((one | other).dense(), a | b)
+    assert one[1] == ff.block_mask(a[1:]) and other[:, 1:] == ff.block_mask(b[:, 1:])
+    assert other[:, -1] == ff.block_mask(b[:, 2:]) and one[[1, 0]] == ff.block_mask(a.flip(0))
+    assert one != other and one[0] != one[1] and one[0] != 3
+    changed = a.clone()
+    changed[1, 0, 299, 419] ^= True
+    assert one != ff.block_mask(changed)
+    assert pickle.loads(pickle.dumps(one)) == one and one.to("cpu") == one
+    leaves, spec = torch.utils._pytree.tree_flatten(one)
+    assert torch.utils._pytree.tree_unflatten(leaves, spec) == one
+    with pytest.raises(ValueError, match="expected one shape"):
+        one & ff.block_mask(a[..., :9])
+    with pytest.raises(IndexError, match="out of range"):
+        one[2]
+
+
+def test_the_summary():
+    mask = ff.block_mask(masks(256, 256)["causal"])
+    assert repr(mask) == (
+        "BlockMask(B=1, H=1, Sq=256, Sk=256: 75.0% of 8 tiles seen, 2 whole and 4 partly, of 2 "
+        "kinds, 4.2 KiB)"
+    )
+
+
+WRONG = {
+    "an integer mask": (lambda: ff.block_mask(torch.ones(3, 3)), TypeError, "torch.bool"),
+    "no sizes": (lambda: ff.block_mask(lambda *_: 0, Sq=3), ValueError, "Sq and Sk are None"),
+    "another size": (
+        lambda: ff.block_mask(torch.ones(3, 3) > 0, Sk=4),
+        ValueError,
+        "broadcasts to",
+    ),
+    "a size that is none": (lambda: ff.block_mask(torch.ones(3) > 0, Sq=-1), ValueError, "Sq is"),
+    "five dimensions": (lambda: ff.block_mask(torch.ones([1] * 5) > 0), ValueError, "at most 4"),
+    "a list": (lambda: ff.block_mask([[True]]), TypeError, "source is a list"),
+    "a mod of integers": (
+        lambda: ff.block_mask(lambda b, h, i, j: i - j, Sq=3, Sk=3),
+        TypeError,
+        "mask_mod returned dtype",
+    ),
+    "too long": (
+        lambda: ff.block_mask((torch.ones(1, 1) > 0), Sq=1, Sk=(64 << 15) + 1),
+        ValueError,
+        "2\\^15 tiles",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_sources(case):
+    build, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        build()
+
+
+# ----------------------------------------------------------------------------------- attention
+
+
+def attend(dense, mask=None):
+    """Attention with a block mask, and in the oracle with the tensor that it stands for."""
+    mask = ff.block_mask(dense) if mask is None else mask
+
+    def call(query, key, value, **options):
+        given = dense if eager.formula.always else mask
+        return ff.scaled_dot_product_attention(query, key, value, given, **options)
+
+    return call
+
+
+def inputs(device, b=2, h=2, sq=150, sk=200, d=16, dtype=torch.float32):
+    sizes = dict(query=(b, h, sq, d), key=(b, h, sk, d), value=(b, h, sk, d))
+    return {name: torch.randn(size, device=device).to(dtype) for name, size in sizes.items()}
+
+
+def options(device, h=2, sq=150, sk=200):
+    seeded = dict(dropout_p=0.3, dropout_seed=5)
+    return {
+        "plain": {},
+        "causal from below": dict(is_causal=True, causal_alignment="bottom_right"),
+        "lengths and window": dict(
+            key_lengths=torch.tensor([sk, sk - 50], device=device), window=(50, 20)
+        ),
+        "dropout": seeded,
+        "dropout, causal, softcap": seeded | dict(is_causal=True, softcap=2.0),
+        "ALiBi": dict(alibi_slopes=torch.rand(h, device=device)),
+        "bias": dict(bias=torch.randn(1, h, sq, sk, device=device)),
+        "bias of keys, sinks": dict(
+            bias=torch.randn(2, 1, 1, sk, device=device), sinks=torch.randn(h, device=device)
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", options("cpu"))
+@pytest.mark.parametrize("name", ["global and window", "rows that see nothing", "elements"])
+def test_attention(backend, device, against_oracle, name, case):
+    dense = masks(150, 200)[name].to(device)
+    given = options(device)[case]
+    tensors = {n: given.pop(n) for n in ("bias", "sinks") if n in given}
+    against_oracle(attend(dense), inputs(device) | tensors, **given)
+
+
+@pytest.mark.parametrize("sizes", [(1, 70), (300, 64), (130, 33), (5, 300)])
+def test_lengths(backend, device, against_oracle, sizes):
+    dense = masks(*sizes)["elements"].to(device) | (torch.arange(sizes[1], device=device) == 0)
+    given = inputs(device, sq=sizes[0], sk=sizes[1])
+    against_oracle(attend(dense), given, dropout_p=0.2, dropout_seed=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_masks_of_sequences_and_heads(backend, device, against_oracle, dtype):
+    dense = torch.rand(2, 4, 150, 200, device=device) < 0.3
+    dense[0, :, :, 64:128], dense[:, 1, 128:] = False, False
+    given = inputs(device, h=4, dtype=dtype)
+    given |= {name: given[name][:, ::2] for name in ("key", "value")}
+    against_oracle(attend(dense), given, enable_gqa=True)
+
+
+def test_log_sum_exp(backend, device, against_oracle):
+    dense = masks(150, 200)["global and window"].to(device)
+
+    def call(**given):
+        out, lse = attend(dense)(**given, return_lse=True)
+        return torch.cat([out, lse.unsqueeze(-1)], -1)
+
+    against_oracle(call, inputs(device) | dict(sinks=torch.randn(2, device=device)))
+
+
+def test_the_dropout_mask_is_that_of_the_tensor(backend, device):
+    dense = masks(300, 420)["global and window"].to(device)
+    given = inputs(device, sq=300, sk=420)
+    seeded = dict(dropout_p=0.5, dropout_seed=11)
+    a = attend(dense)(**given, **seeded)
+    b = ff.scaled_dot_product_attention(**given, attn_mask=dense, **seeded)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_hidden_keys_may_hold_anything(backend, device):
+    """Past the length, in a tile that is visited."""
+    dense, given = masks(150, 200)["causal"].to(device), inputs(device)
+    lengths = torch.tensor([200, 20], device=device)
+    clean = attend(dense)(**given, key_lengths=lengths)
+    for name in ("key", "value"):
+        given[name] = given[name].clone()
+        given[name][1, :, 20:] = float("nan")
+        given[name].requires_grad_()
+    out = attend(dense)(**given, key_lengths=lengths)
+    torch.testing.assert_close(out, clean)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), given["value"]))
+
+
+def test_second_derivatives(device):
+    dense = masks(20, 70)["elements"] | (torch.arange(70) == 0)
+    given = [x.requires_grad_() for x in inputs(device, 1, 1, 20, 70, 3, torch.float64).values()]
+    call = attend(dense)
+    with ff.use_backend("reference"):
+        assert torch.autograd.gradgradcheck(lambda *x: call(*x), given)
+        assert torch.autograd.gradcheck(lambda *x: call(*x), given)
+
+
+def test_the_reference_holds_no_scores(device):
+    """Of 4096 x 4096 scores (64 MB in float32), 3% are seen; forward and backward hold a part."""
+    mask = ff.block_mask(lambda b, h, i, j: (i - j).abs() < 64, Sq=4096, Sk=4096)
+    given = [x.requires_grad_() for x in inputs(device, 1, 1, 4096, 4096).values()]
+    largest = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            found = out if isinstance(out, (tuple, list)) else [out]
+            largest.extend(x.numel() for x in found if isinstance(x, torch.Tensor))
+            return out
+
+    with ff.use_backend("reference"), Sizes():
+        out = ff.scaled_dot_product_attention(*given, mask, dropout_p=0.1, dropout_seed=1)
+        torch.autograd.grad(out.sum(), given)
+    assert 0 < max(largest) <= 4096 * 128
+
+
+def test_calls_that_do_not_fit(device):
+    given, mask = inputs(device), ff.block_mask(torch.ones(150, 200, dtype=torch.bool))
+    with pytest.raises(ValueError, match="BlockMask of shape"):
+        ff.scaled_dot_product_attention(**given, attn_mask=ff.block_mask(mask.dense()[..., 1:]))
+    with pytest.raises(ValueError, match="BlockMask of shape"):
+        three = ff.block_mask(mask.dense().expand(3, 1, 150, 200))
+        ff.scaled_dot_product_attention(**given, attn_mask=three)
+
+
+# --------------------------------------------------------------------------------- packed batches
+
+
+def images(tokens):
+    """A language model whose documents hold images, each of which sees all of itself."""
+    image = torch.full((tokens,), -1)
+    image[20:60], image[130:170], image[170:190] = 0, 1, 2
+
+    def mod(b, h, i, j):
+        return (j <= i) | ((image[i] == image[j]) & (image[i] >= 0))
+
+    return ff.block_mask(mod, Sq=tokens, Sk=tokens)
+
+
+@pytest.mark.parametrize("more", [{}, dict(is_causal=True, window=(30, 5)), dict(dropout_p=0.3)])
+def test_packed(device, against_oracle, more):
+    """With an empty document; the oracle has the mask and the documents in one tensor."""
+    starts = [0, 50, 50, 160, 200]
+    offsets = torch.tensor(starts, dtype=torch.int32)
+    mask = images(200)
+    x = {name: torch.randn(200, 2, 16) for name in ("query", "key", "value")}
+    rows = [range(a, b) for a, b in itertools.pairwise(starts)]
+
+    def call(query, key, value):
+        if not eager.formula.always:
+            more.update(dropout_seed=7) if more.get("dropout_p") else None
+            given = query, key, value, offsets, offsets, 120, 120
+            return ff.packed_attention(*given, attn_mask=mask, **more)
+        outputs = []
+        for b, own in enumerate(rows):
+            at = slice(own.start, own.stop)
+            q, k, v = (t[at].transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+            seen = mask.dense()[..., at, at]
+            place = dict(shard=(b, 0, 0, 0, 2, 120, 120)) if more.get("dropout_p") else {}
+            out = ff.scaled_dot_product_attention(q, k, v, seen, **more, **place)
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    with ff.use_backend("reference"):
+        against_oracle(call, x)
+    with pytest.raises(TypeError, match="BlockMask"):
+        ff.packed_attention(**x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=120, max_k=120,
+                            attn_mask=mask.dense())  # fmt: skip
+    with pytest.raises(ValueError, match="BlockMask of shape"):
+        ff.packed_attention(**x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=120, max_k=120,
+                            attn_mask=images(199))  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- layers and models
+
+
+@torch.no_grad()
+def test_layers(backend, device):
+    """What takes a mask takes a block mask."""
+    mask = images(200).to(device)
+    dense, x = mask.dense(), torch.randn(2, 200, 16, device=device)
+    attention = ff.MultiHeadedAttention(2, 16).to(device).eval()
+    model = ff.make_decoder(11, N=2, d_model=16, d_ff=32, h=2).to(device).eval()
+    tokens = torch.randint(0, 11, (2, 200), device=device)
+    for call in (
+        lambda m: attention(x, x, x, m),
+        lambda m: attention(x, x, x, m, cache=ff.KVCache(2, 2, 200, 8, device=device)),
+        lambda m: model(tokens, m),
+        lambda m: ff.attention_weights(x.view(2, 1, 200, 16), x.view(2, 1, 200, 16), m),
+    ):
+        torch.testing.assert_close(call(mask), call(dense), rtol=1e-4, atol=1e-5)
+    attention.keep_attention = True
+    attention(x, x, x, mask)
+    assert not attention.attn[..., ~dense[0, 0]].any()
+
+
+@torch.no_grad()
+def test_packed_layers(device):
+    """A mask of the tokens goes with the `Packing` through all layers, not to a memory."""
+    model = ff.make_decoder(11, N=2, d_model=16, d_ff=32, h=2).eval()
+    x = torch.randint(0, 11, (2, 120))
+    tokens, packing = ff.unpad(x, torch.tensor([80, 120]))
+    window = lambda b, h, i, j: (i - j).abs() < 9  # noqa: E731
+    packed = packing.with_mask(ff.block_mask(window, Sq=200, Sk=200))
+    assert packed.to("cpu").mask == packed.mask
+    with ff.use_backend("reference"):
+        have = ff.pad(model(tokens, packed), packing)
+        want = model(x, ff.block_mask(window, Sq=120, Sk=120))
+        torch.testing.assert_close(have[0, :80], want[0, :80])
+        torch.testing.assert_close(have[1], want[1])
+    with pytest.raises(TypeError, match="BlockMask"):
+        packing.with_mask(window)
+
+
+@torch.no_grad()
+def test_torch_modules(device):
+    """accelerate and sdpa_override; torch itself names what to do."""
+    mask = images(200)
+    dense, x = mask.dense(), torch.randn(2, 200, 16)
+    padding = torch.arange(200).repeat(2, 1) >= torch.tensor([[200], [150]])
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    stack = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    want = stack(x, ~dense[0, 0], src_key_padding_mask=padding)
+    ff.accelerate(stack)
+    have = stack(x, mask, src_key_padding_mask=padding)
+    torch.testing.assert_close(have[~padding], want[~padding], rtol=1e-4, atol=1e-5)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    x = x.unsqueeze(1)
+    with ff.sdpa_override():
+        torch.testing.assert_close(attend(x, x, x, attn_mask=mask), attend(x, x, x, dense))
+    with pytest.raises(TypeError, match="does not take a BlockMask"):
+        attend(x, x, x, attn_mask=mask)
+
+
+@torch.no_grad()
+def test_hugging_face(device):
+    """A prefix and images that see all of themselves, as the mask of a model."""
+    transformers = pytest.importorskip("transformers")
+    ff.register_transformers()
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=20,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    mask, tokens = images(200), torch.randint(0, 20, (2, 200))
+    model.set_attn_implementation("sdpa")
+    want = model(tokens, attention_mask=mask.dense().expand(2, -1, -1, -1)).logits
+    model.set_attn_implementation("fastformer")
+    have = model(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(tokens).logits, want, atol=1e-3)
+
+
+def test_compiled(backend, device):
+    """One graph for masks of the same shape, without a break."""
+    masks_of_calls = [images(200), ff.block_mask(masks(200, 200)["causal"])]
+    x = torch.randn(1, 2, 200, 16, requires_grad=True)
+    call = lambda x, mask: ff.scaled_dot_product_attention(x, x, x, mask)  # noqa: E731
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for mask in masks_of_calls:
+        have, want = compiled(x, mask), call(x, mask)
+        torch.testing.assert_close(have, want)
+        grads = [torch.autograd.grad(out.sum(), x)[0] for out in (have, want)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)

@@ -188,8 +188,8 @@ def linear_kl_div(
     mask: Tensor | None = None,
     reduction: str = "mean",
     reverse: bool = False,
-    temperature: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Compute KL(p || q) = sum_c p_c (log p_c - log q_c) of a teacher's probabilities p and a
     student's q, chunk by chunk, from their hidden states; with reverse, KL(q || p).
@@ -208,7 +208,7 @@ def linear_kl_div(
         mask: [...] bool, True for the rows that count; None for all rows. The others have loss 0.
         reduction: "mean" over the rows that count, "sum", or "none".
         reverse: if True, KL(student || teacher), which seeks the teacher's modes.
-        temperature, softcap: as in `cross_entropy`, for both.
+        softcap, temperature: as in `cross_entropy`, for both.
 
     Returns:
         A scalar, or [...] for "none", in float32 (float64 for float64), in nats. The mean is nan if

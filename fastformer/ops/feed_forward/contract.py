@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -233,7 +232,7 @@ def _gated(
 def _form(activation: str, alpha: float, limit: float | None, offset: float) -> dict[str, Any]:
     """Check the numbers of a gated form, and return them by name."""
     alpha, offset = require_positive("alpha", alpha), require_number("offset", offset)
-    if not math.isfinite(offset):
+    if not abs(offset) < float("inf"):
         raise ValueError(f"offset is {offset}; expected a finite number")
     if alpha != 1 and activation != "silu":
         raise ValueError(f"alpha is {alpha} beside activation {activation!r}; expected 'silu'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -97,8 +96,7 @@ def usual_feed_forward(
         return None
 
 
-def _gated(
-    activation: str,
+def geglu(
     input: Tensor,
     w: Tensor,
     b: Tensor | None,
@@ -108,19 +106,41 @@ def _gated(
     *,
     dropout_seed: Tensor | None = None,
     shard: RowShard | None = None,
-    **form: Any,
 ) -> Tensor:
     z, v = F.linear(input, w, b).chunk(2, -1)
-    hidden = gated_activation(z, v, activation, **form)
-    if dropout_p > 0:
-        assert dropout_seed is not None
-        rows, width = math.prod(input.shape[:-1]), w_2.shape[1]
-        drop = of_runs(dropped_hidden, dropout_seed, rows, width, dropout_p, shard)
-        hidden = without(drop, hidden) * dropout_scale(dropout_p)
-    return F.linear(hidden, w_2, b_2)
+    hidden = gated_activation(z, v, "gelu")
+    return F.linear(_dropped(hidden, dropout_p, dropout_seed, shard), w_2, b_2)
 
 
-geglu, swiglu = (functools.partial(_gated, activation) for activation in ("gelu", "silu"))
+def swiglu(
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> Tensor:
+    form: Any = dict(alpha=alpha, limit=limit, offset=offset)
+    z, v = F.linear(input, w, b).chunk(2, -1)
+    hidden = gated_activation(z, v, **form)
+    return F.linear(_dropped(hidden, dropout_p, dropout_seed, shard), w_2, b_2)
+
+
+def _dropped(
+    hidden: Tensor, p: float, dropout_seed: Tensor | None, shard: RowShard | None
+) -> Tensor:
+    if p == 0:
+        return hidden
+    assert dropout_seed is not None
+    rows, width = math.prod(hidden.shape[:-1]), hidden.shape[-1]
+    drop = of_runs(dropped_hidden, dropout_seed, rows, width, p, shard)
+    return without(drop, hidden) * dropout_scale(p)
 
 
 def gated_activation(

@@ -29,7 +29,7 @@ def test_context_parallel_models(tmp_path, world):
 
 
 def test_context_parallel_seeds_and_refusals(tmp_path):
-    checks = "seed", "refusals", "order", "one_row", "no_keys", "within"
+    checks = "seed", "refusals", "order", "one_row", "no_keys", "within", "copy_task"
     run(tmp_path, 2, *(f"context_{check}" for check in checks))
 
 

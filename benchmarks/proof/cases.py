@@ -147,6 +147,9 @@ _add("sm_90", "attention", "bf16", (512,), ["plain", "causal"])
 _WIDE = "key mask", "window", "packed, causal", _EVERY
 _add("sm_90", "attention", "bf16", (512,), _dropped(_WIDE))
 _add("sm_80", "attention", "bf16", (512,), _dropped(["causal", _EVERY]))
+for _arch in ("sm_89", "sm_100", "sm_120"):
+    _add(_arch, "attention", "bf16", (512,), ["causal", "key mask, dropout", _EVERY])
+    _add(_arch, "decode", "bf16", (512,), [_CAUSAL])
 _add("sm_90", "attention", "fp32", (32, 64, 128, 256), _WITH_EVERY)
 _add("sm_90", "attention", "fp32", (64, 128), ["causal"])
 _add("sm_90", "decode", "bf16", (128,), DECODED)
@@ -182,11 +185,11 @@ _add("sm_90", "feed_forward", "fp32", (1024,), _dropped(["relu", "gelu"]))
 for _op, _dtype in (("geglu", "bf16"), ("geglu", "fp32"), ("swiglu", "bf16")):
     _add("sm_90", _op, _dtype, (4096,))
 _add("sm_90", "gated_activation", "bf16", (4096,), ["", "limit"])
-for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "other"):
+for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "other"):
     _add(_arch, "decode", "bf16", (128, 256), [_CAUSAL])
     _add(_arch, "decode", "bf16", (128,), ["pages of 16"])
     _add(_arch, "decode", "fp32", (128, 256), [_CAUSAL])
-for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
+for _arch in ("sm_80", "sm_89", "sm_100", "sm_120", "gfx942", "gfx90a", "other"):
     if _arch != "gfx90a":
         _add(_arch, "attention", "bf16", (128,), ["causal"])
         _add(_arch, "attention", "bf16", (64, 128, 256), ["key mask, dropout"])
@@ -299,7 +302,6 @@ _variant(
 )
 _short("sm_90", "Gluon 64 128", 64, [*_USUAL, "lengths, dropout"])
 _short("sm_90", "Gluon 64 128", 64, ["key mask, dropout"], 128)
-_add("sm_120", "attention", "bf16", (64, 128), ["key mask, dropout"])  # it takes the rows of sm_86
 CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch, shared keys"] = {
     **CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch"],
     "groups": 2,

@@ -1443,7 +1443,8 @@ def test_which_heads_a_gpu_takes():
     archs = {arch for _, _, arch in table.CONFIGURATIONS} | {"gfx90a"}
     found = {(arch, dtype): table.widest_head(arch, dtype) for arch in archs for dtype in FLOATS}
     wide = {key for key, dim in found.items() if dim == 512}
-    assert wide == {(a, d) for a in ("sm_80", "sm_90") for d in (torch.float16, torch.bfloat16)}
+    of_wide = "sm_80", "sm_86", "sm_90", "sm_100"
+    assert wide == {(a, d) for a in of_wide for d in (torch.float16, torch.bfloat16)}
     assert {dim for key, dim in found.items() if key not in wide} == {256}
     for (arch, dtype), dim in found.items():
         for kernel in table.KERNELS:

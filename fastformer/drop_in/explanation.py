@@ -10,14 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fastformer.checks import require_instance
 from fastformer.dispatch import backends
+from fastformer.drop_in.remaining import (
+    DIRECT_CALL,
+    PRODUCTS,
+    SOFTMAX,
+    SUGGESTION,
+    own_attention,
+)
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.base import Accelerated, running
+from fastformer.nn.attention import MultiHeadedAttention
 
 
 def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -32,9 +41,9 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     "reference", torch's own op if `tune` has measured that it is the fastest (such as
     "torch (cuDNN)"), or "torch" if the module's own forward ran. The rows name fastformer's ops,
     the torch modules that `accelerate` would replace, direct calls of
-    F.scaled_dot_product_attention, and, by their class, the attention layers of a Hugging Face
-    model in which neither an op nor that function ran. For a compiled model, the original model
-    runs.
+    F.scaled_dot_product_attention, and, by their class, the modules in which a softmax ran between
+    two products, and the attention layers of a Hugging Face model in which none of these ran. For a
+    compiled model, the original model runs.
 
     Raises:
         ValueError: target is a string that names no op.
@@ -96,7 +105,7 @@ class _Recorder:
             _hooks.register_module_forward_hook(self._leave, always_call=True),  # after errors too
         ]
         try:
-            with backends.observe(on_choice=self.record), _DirectAttention(self):
+            with backends.observe(on_choice=self.record), _TorchAttention(self):
                 yield
         finally:
             running.modules = previous
@@ -108,6 +117,15 @@ class _Recorder:
         self.rows.append((next(known, ""), choice.op, choice.backend, choice.reason))
         if "attention" in choice.op.lower():
             self._attended[:] = [n + 1 for n in self._attended]
+
+    def record_own_attention(self) -> None:
+        """Record that the code of the running module has computed an attention."""
+        module = self._running[-1] if self._running else None
+        if module is None or isinstance(module, MultiHeadedAttention):  # which records its fallback
+            return
+        why = own_attention(module)
+        self.record(backends.Choice(type(module).__name__, "torch", why))
+        self._attended[:] = [n + 1 for n in self._attended]
 
     def _enter(self, module: nn.Module, _: object) -> None:
         if running.modules is self._running:  # the hooks also see the modules of other threads
@@ -121,50 +139,51 @@ class _Recorder:
         if not isinstance(module, Accelerated) and isinstance(module, _BASES):
             why = "accelerate(model) has not replaced it"
         elif self._hugging_face and "attention" in name.lower() and not self._attended[-1]:
-            why = _own_attention(module)
+            why = own_attention(module)
         if why is not None:
             self.record(backends.Choice(name, "torch", why))
         self._running.pop()
         self._attended.pop()
 
 
-class _DirectAttention(TorchFunctionMode):
-    """Records the calls of F.scaled_dot_product_attention in the model's own code."""
+class _TorchAttention(TorchFunctionMode):
+    """Records the attention that the model's own code computes: the calls of
+    F.scaled_dot_product_attention, and each softmax between two products.
+    """
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self._recorder = recorder
+        # Tensors that depend on a product, and whether on a softmax of it.
+        self._products = WeakIdKeyDictionary()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
-        rows = self._recorder.rows
-        before = len(rows)
+        before = len(self._recorder.rows)
         out = func(*args, **(kwargs or {}))
-        if func is F.scaled_dot_product_attention and len(rows) == before:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if not caller.startswith("fastformer"):
-                why = "it is called directly; sdpa_override reaches it"
-                if caller == "transformers.integrations.sdpa_attention":
-                    why = _SUGGESTION.format("sdpa")
-                self._recorder.record(backends.Choice("scaled_dot_product_attention", "torch", why))
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("fastformer") or len(self._recorder.rows) > before:
+            return out
+        name, op = getattr(func, "__name__", ""), "scaled_dot_product_attention"
+        given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
+        found = [self._products[x] for x in given if x in self._products]
+        if func is F.scaled_dot_product_attention:
+            theirs = caller == "transformers.integrations.sdpa_attention"
+            why = SUGGESTION.format("sdpa") if theirs else DIRECT_CALL
+            self._recorder.record(backends.Choice(op, "torch", why))
+        elif name in PRODUCTS:
+            if any(found):
+                self._recorder.record_own_attention()
+            found = [False]
+        elif name in SOFTMAX and found:
+            found = [True]
+        if found and isinstance(out, Tensor) and func is not F.linear:
+            self._products[out] = any(found)
         return out
 
 
 _BASES = tuple(KINDS)
-_SUGGESTION = (
-    "attn_implementation is {!r}; after register_transformers() "
-    "model.set_attn_implementation('fastformer') replaces it"
-)
-
-
-def _own_attention(module: nn.Module) -> str:
-    """Return why an attention layer of a Hugging Face model ran its own attention."""
-    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    asks = hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS")
-    if asks and name not in (None, "fastformer"):
-        return _SUGGESTION.format(name)
-    return "it computes its attention by itself, whatever attn_implementation is"
 
 
 def name_pattern(name: str) -> str:

@@ -6,13 +6,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fastformer.checks import require_flag, require_instance
-from fastformer.drop_in.explanation import name_pattern
+from fastformer.drop_in.explanation import explain, name_pattern
+from fastformer.drop_in.remaining import ATTENTION_WORDS, remaining, remaining_attention
 from fastformer.drop_in.replacements import KINDS, RECOGNIZED
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
-from fastformer.drop_in.replacements.base import Accelerated, class_for
+from fastformer.drop_in.replacements.base import Accelerated, AnySignature, class_for
 from fastformer.drop_in.replacements.chains import Fitting, FusedChains, chains_of
 from fastformer.drop_in.replacements.layers import Layer
 from fastformer.drop_in.replacements.rotary import (
@@ -36,10 +38,11 @@ from fastformer.nn.norms import LayerNorm
 
 def accelerate(
     model: nn.Module,
-    *,
+    *inputs: Any,
     drop_padding: bool | None = None,
     need_weights: bool | None = None,
     skip_logits: bool | None = None,
+    **named: Any,
 ) -> Report:
     """Run the modules of a PyTorch model on the ops of fastformer, in place.
 
@@ -80,6 +83,9 @@ def accelerate(
 
     Args:
         model: any module. Modules are replaced at every depth, the model itself included.
+        inputs, named: arguments of the model, or none. With them the model runs once, without
+            gradients, and the report also names the attention that this run computed outside of
+            fastformer. Without them it names what the code of the modules shows.
         drop_padding: if True, every nn.TransformerEncoder that is given a boolean
             src_key_padding_mask skips the padding, if that is at least a tenth of the batch. This
             changes the output: at the padding the layers return zeros in every mode, and the final
@@ -116,7 +122,10 @@ def accelerate(
         if flag is not None:
             require_flag(name, flag)
     report = Report()
-    _change_classes(_plan(model, report))
+    plan = _plan(model, report)
+    _change_classes(plan)
+    if inputs or named:
+        _name_attention(model, inputs, named, plan, report)
     in_layers: set[nn.Module] = set()  # torch's layers call these with need_weights=False
     for module in report._modules.values():
         if isinstance(module, FusedTransformerEncoder) and drop_padding is not None:
@@ -131,6 +140,23 @@ def accelerate(
                 report.notes[name] = NEEDS_WEIGHTS
     _skip_logits(report, skip_logits)
     return report
+
+
+def _name_attention(
+    model: nn.Module, inputs: Any, named: Any, plan: list[_Change], report: Report
+) -> None:
+    """Run the model, and note what attention torch has computed. On an error undo the plan."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            rows = explain(model, *inputs, **named).rows
+    except BaseException:
+        for change in plan:
+            _restore_class(change.module)  # type: ignore[arg-type]
+        raise
+    for name, op, backend, reason in rows:
+        known = report.skipped.get(name, "").endswith(reason)
+        if backend == "torch" and reason.startswith(ATTENTION_WORDS) and not known:
+            report.notes.setdefault(name, f"{op}: {reason}")
 
 
 def _skip_logits(report: Report, skip: bool | None) -> None:
@@ -261,7 +287,8 @@ def _plan(model: nn.Module, report: Report) -> list[_Change]:
             if module in parts:
                 kind = _collision(module, FusedChains) or FusedChains
             else:
-                kind = fitting if isinstance(fitting, str) else unknown_structure(module)
+                reason = fitting if isinstance(fitting, str) else unknown_structure(module)
+                kind = reason or remaining(module)
         try:
             cls = kind if kind is None or isinstance(kind, str) else class_for(kind, type(module))
         except Exception as error:  # the original class may reject subclasses
@@ -272,6 +299,8 @@ def _plan(model: nn.Module, report: Report) -> list[_Change]:
             plan.append(_Change(module, cls, parts.get(module)))
             report.replaced[name] = type(module).__name__
             report._modules[name] = module
+            if issubclass(cls, AnySignature) and (own := remaining_attention(module)):
+                report.notes[name] = f"{type(module).__name__}: {own}"
     return plan
 
 

@@ -558,3 +558,136 @@ def test_a_source_that_cannot_be_read():
     moved = copy.copy(of_a_difference)
     stale = type(moved)(of_a_third_layer.__code__.replace(co_firstlineno=1), globals())
     assert rewriting.rewritten(stale) is None
+
+
+# ------------------------------------------------------------------------------------- the report
+
+
+class SelfAtt(nn.Module):
+    """Attention as people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = (q @ k.transpose(-1, -2) / 4).softmax(-1)
+        return F.dropout(weights, 0.0) @ v
+
+
+class ByFunctions(SelfAtt):
+    def forward(self, x):
+        return attended(*self.qkv(x).chunk(3, -1))
+
+
+def attended(q, k, v):
+    return torch.bmm(scores(q, k).masked_fill(torch.zeros(()).bool(), 0), v)
+
+
+def scores(q, k):
+    return F.softmax(torch.einsum("bid,bjd->bij", q, k), dim=-1)
+
+
+class Direct(SelfAtt):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+
+
+class Ours(SelfAtt):
+    def forward(self, x):
+        return ff.scaled_dot_product_attention(*self.qkv(x).unsqueeze(1).chunk(3, -1)).squeeze(1)
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return self.gain * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class CalledNorm(Root):
+    def forward(self, x):
+        return F.layer_norm(x, (16,), self.gain)
+
+
+class Doubled(Layer):
+    def forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x)) * 2)
+
+
+OWN_ATTENTION = "attention of its own; replace its three lines by ff.scaled_dot_product_attention"
+DIRECT = "it calls F.scaled_dot_product_attention; sdpa_override reaches it"
+NAMED = {
+    SelfAtt: OWN_ATTENTION,
+    ByFunctions: OWN_ATTENTION,
+    Direct: DIRECT,
+    Root: "a norm of its own; replace its lines by ff.layer_norm or ff.rms_norm",
+    CalledNorm: "it calls F.layer_norm; ff.layer_norm computes the same",
+    Doubled: "a feed-forward layer of its own; replace its lines by ff.feed_forward",
+}
+
+
+@pytest.mark.parametrize("make", NAMED, ids=lambda make: make.__name__)
+def test_what_a_module_computes_by_itself_is_named(make):
+    model = nn.Sequential(make(), nn.LayerNorm(16))
+    report = ff.accelerate(model)
+    assert report.skipped == {"0": f"{make.__name__}: {NAMED[make]}"}
+    assert report.replaced.pop("1") == "LayerNorm"
+    assert {*report.replaced} <= {"0.norm"}
+
+
+@pytest.mark.parametrize("make", [SelfAtt, ByFunctions, Direct])
+def test_explain_uses_the_words_of_the_report(make):
+    model = nn.Sequential(make())
+    op = "scaled_dot_product_attention" if make is Direct else make.__name__
+    rows = ff.explain(model, torch.randn(2, 5, 16)).rows
+    assert rows == (("0", op, "torch", NAMED[make]),)
+
+
+def test_what_calls_the_ops_is_not_named():
+    x = torch.randn(2, 5, 16)
+    model = nn.Sequential(Ours(), nn.Linear(16, 16), nn.Softmax(-1))
+    report = ff.accelerate(model, x)
+    assert not report.skipped and not report.notes
+    assert ff.accelerate(nn.Sequential(nn.BatchNorm1d(5))).skipped == {
+        "0": "BatchNorm1d: no op of fastformer computes this norm"
+    }
+
+
+class Dynamic(Layer):
+    """What its code does not show: a run does."""
+
+    def forward(self, x, *, twice=False):
+        call = {"first": "matmul", "then": "softmax"}
+        weights = getattr(torch, call["then"])(getattr(torch, call["first"])(x, x.mT), -1)
+        return getattr(torch, call["first"])(weights, x) * (2 if twice else 1)
+
+
+def test_a_run_names_what_the_code_does_not_show():
+    x = torch.randn(2, 5, 16)
+    for given, named in ((), {}), ((x,), {}), ((x,), {"twice": True}):
+        model, state = Dynamic(), torch.get_rng_state()
+        report = ff.accelerate(model, *given, **named)
+        noted = {"": f"Dynamic: {OWN_ATTENTION}"} if given else {}
+        assert report.notes == noted
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_an_error_of_the_run_replaces_nothing():
+    model = nn.Sequential(Layer())
+    with pytest.raises(ValueError, match="w_1 has shape"):
+        ff.accelerate(model, torch.randn(2, 3))
+    assert type(model[0]) is Layer and type(model[0].norm) is nn.LayerNorm
+
+
+def test_the_attention_of_transformers_is_named():
+    model = bert()
+    for name, noted in (("eager", 2), ("sdpa", 2), ("fastformer", 0)):
+        model.set_attn_implementation(name)
+        report = ff.accelerate(model)
+        why = [x for x in report.skipped.values() if f"attn_implementation is {name!r}" in x]
+        assert len(why) == noted
+        ff.restore(model)

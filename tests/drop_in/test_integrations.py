@@ -302,7 +302,9 @@ def test_the_head_dims_of_gemma_4(device):
     assert len(calls) == 2
     wanted = [("left", given, want)]
     fault, whole = compare_models.check_whole(model, wanted, None, None)
-    assert fault == "" and whole.startswith("gated 2, loss, norms ") and "rotary 2" in whole
+    assert (
+        fault == "" and whole.startswith("chains 2, gated 2, loss, norms ") and "rotary 2" in whole
+    )
     assert whole.endswith("; stays: Gemma4RMSNorm: no replacement has its structure (nothing)")
 
 
@@ -545,7 +547,7 @@ def test_explain(device):
 
     config = transformers.DebertaV2Config(**WIDE, **HEADS)
     model = transformers.DebertaV2Model._from_config(config, attn_implementation="fastformer")
-    own = "it computes its attention by itself, whatever attn_implementation is"
+    own = "attention of its own, whatever attn_implementation is"
     assert rows_of(model, "attention.self") == [("DisentangledSelfAttention", "torch", own)] * 2
 
 

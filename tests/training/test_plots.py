@@ -153,6 +153,12 @@ def test_the_gaps_between_attention_maps_are_even():
     assert len(below) == len(beside) == 1
 
 
+def test_curves_that_coincide_are_all_visible():
+    """The second one is drawn on top, and is thinner by a point."""
+    first, second = FIGURES["loss-curves"]().axes[0].lines
+    assert first.get_linewidth() - second.get_linewidth() >= 1
+
+
 def test_the_tokens_of_a_figure_are_named():
     axes, *_ = FIGURES["smoothed-targets"]().axes
     shown = [

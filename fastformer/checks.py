@@ -103,11 +103,11 @@ def require_number(name: str, x: float, expected: str = "a number") -> float:
         raise ValueError(f"{name} is too large an int; expected {expected}") from error
 
 
-def require_positive(name: str, x: float) -> float:
+def require_positive(name: str, x: float, expected: str = "a positive number") -> float:
     """Require a positive, finite number."""
-    x = require_number(name, x, "a positive number")
+    x = require_number(name, x, expected)
     if not 0.0 < x < float("inf"):
-        raise ValueError(f"{name} is {x}; expected a positive number")
+        raise ValueError(f"{name} is {x}; expected {expected}")
     return x
 
 

@@ -355,7 +355,8 @@ def _draws(
     seed: int | None,
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that draws tokens [B] from log-probabilities [B, V]."""
-    temperature = checks.require_positive("temperature", temperature)
+    wanted = "a positive number, or greedy_decode instead"
+    temperature = checks.require_positive("temperature", temperature, wanted)
     if top_k is not None:
         checks.require_size(top_k=top_k)
     if top_p is not None:

@@ -298,7 +298,8 @@ def make_steps(
     prompt = 1 if start_symbol is not None else src.shape[1]
     if not 1 <= prompt <= max_len:
         raise ValueError(
-            f"max_len is {max_len} and src has {prompt} tokens; expected a prompt of 1 to max_len"
+            f"max_len is {max_len} and src has {prompt} tokens; expected a prompt of 1 to max_len, "
+            "which counts the prompt too, unlike max_new_tokens"
         )
     _require_positions(model, max_len)
     vocabulary = _vocabulary(model)

@@ -481,9 +481,10 @@ class MultiHeadedAttention(AliasedModule):
     @staticmethod
     def _over_heads(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
         """Return the mask as booleans that broadcast to `shape`, [B, h, T, S]."""
-        b, _, t, s = shape
+        b, h, t, s = shape
         if mask.dim() == 3:
-            return _boolean_mask(mask, (b, t, s)).unsqueeze(1)
+            hint = "; mask[None] is a mask for each head" if mask.shape[0] == h else ""
+            return _boolean_mask(mask, (b, t, s), hint).unsqueeze(1)
         if mask.dim() == 2:
             spelled = (
                 "mask[:, None] is [B, 1, S], of padding, "

@@ -71,6 +71,13 @@ class BlockMask:
         return self.bits.device
 
     @property
+    def ndim(self) -> int:
+        return 4
+
+    def dim(self) -> int:
+        return 4
+
+    @property
     def nbytes(self) -> int:
         """The bytes that the mask takes."""
         return sum(x.numel() * x.element_size() for x in self.tensors)
@@ -90,14 +97,13 @@ class BlockMask:
         return dense_mask(*self.tensors, *self.shape[2:])
 
     def __getitem__(self, index: Any) -> BlockMask:
-        index = index if isinstance(index, tuple) else (index,)
-        if len(index) > 2:
-            raise IndexError(
-                f"a BlockMask is indexed by sequences and heads; got {len(index)} indices"
-            )
         spans = self.spans
-        for dim, x in enumerate(index):
-            size = self.shape[dim]
+        for dim, x in enumerate(index if isinstance(index, tuple) else (index,)):
+            size = self.shape[dim] if dim < 4 else 0
+            if dim > 1:
+                if not isinstance(x, slice) or x.indices(size) != (0, size, 1):
+                    raise IndexError(f"index {x} of dimension {dim}; expected all of them")
+                continue
             if isinstance(x, int):
                 if not -size <= x < size:
                     raise IndexError(f"index {x} is out of range for dimension {dim} of {size}")
@@ -123,6 +129,15 @@ class BlockMask:
 
     __hash__ = None  # type: ignore[assignment]
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(
+            f"torch's {func.__name__} does not take a BlockMask; expected its dense(), or an op or "
+            "layer of fastformer (sdpa_override replaces scaled_dot_product_attention)"
+        )
+
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={n}" for name, n in zip(("B", "H", "Sq", "Sk"), self.shape))
         if self.spans.is_meta:
@@ -137,11 +152,13 @@ class BlockMask:
         )
 
 
+_FIELDS = [torch.utils._pytree.GetAttrKey(name) for name in ("spans", "lists", "bits")]
 torch.utils._pytree.register_pytree_node(
     BlockMask,
     lambda mask: (list(mask.tensors), mask.shape),
     lambda tensors, shape: BlockMask(shape, *tensors),
     serialized_type_name="fastformer.BlockMask",
+    flatten_with_keys_fn=lambda mask: (list(zip(_FIELDS, mask.tensors)), mask.shape),
 )
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.eager import may_read
+from fastformer.mask_tiles import BlockMask
 
 NAME = "fastformer"  # of the attention implementation
 Sides = tuple[int | None, int | None]  # left and right bound of a band
@@ -260,12 +261,12 @@ def mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., object] | None = None,
-    attention_mask: Mask | Tensor | None = None,
+    attention_mask: Mask | BlockMask | Tensor | None = None,
     allow_is_causal_skip: bool = False,
     allow_is_bidirectional_skip: bool = False,
     config: object = None,
     **kwargs: Any,
-) -> Mask:
+) -> Mask | BlockMask:
     """Return a `Mask` of the keys that each query sees in a forward.
 
     The `Mask` holds the padding, a band, both or neither, if the pattern is transformers' own
@@ -283,7 +284,8 @@ def mask(
         q_offset, kv_offset: the positions of the first query and of the first key.
         mask_function: (b, h, i, j) -> whether position i sees position j; causal by default.
         attention_mask: boolean [B, n], False at padding, where n may differ from kv_offset + Sk;
-            None is no padding. A `Mask` is returned unchanged.
+            None is no padding. A `Mask` or a `BlockMask` [B, 1 or H, Sq, Sk], which is complete, is
+            returned unchanged.
         allow_is_causal_skip, allow_is_bidirectional_skip: if both are False, the complete mask is
             wanted. transformers passes at most one of them as True, depending on the pattern. Both
             are False when decoding with a static cache; the number of filled keys is enough there.
@@ -294,7 +296,7 @@ def mask(
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if isinstance(attention_mask, Mask):
+    if isinstance(attention_mask, (Mask, BlockMask)):
         return attention_mask
     owner = getattr(config, "model_type", None) or "the model"
     kind = Mask if torch.compiler.is_compiling() else _FunctionMask

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import record_torch, unsupported_tensor
+from fastformer.mask_tiles import BlockMask
 from fastformer.ops import functional
 
 
@@ -54,7 +55,7 @@ def _sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -84,7 +85,7 @@ def _ignore(op: str, reason: str) -> None:
 
 
 def _unsupported_input(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None
 ) -> str | None:
     tensors = (query, key, value)
     reason = unsupported_tensor(*tensors, attn_mask)
@@ -122,7 +123,7 @@ def _unsupported_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
 def _unsupported_option(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None,
+    attn_mask: Tensor | BlockMask | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -131,7 +132,7 @@ def _unsupported_option(
         return "dropout_p is no number from 0 to 1"
     if scale is not None and type(scale) not in (float, int):
         return "scale is no number"
-    if attn_mask is None:
+    if attn_mask is None or isinstance(attn_mask, BlockMask):
         return None
     if is_causal or attn_mask.dtype not in (torch.bool, query.dtype):
         return "a mask is given with is_causal, or has another dtype"

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from fastformer.dispatch import backends
 from fastformer.drop_in.masks import NAME, Mask, Sequences, Sides, mask
 from fastformer.eager import may_read
+from fastformer.mask_tiles import BlockMask
 from fastformer.ops import functional
 
 # Keywords that models pass to an attention function and that change nothing here: their information
@@ -244,6 +245,7 @@ def attention(
             )
             return out.unsqueeze(0), None
         attention_mask = attention_mask.complete()
+    visible: Any
     visible, bias, (left, right) = _read_mask(attention_mask, bool(is_causal), q_length, k_length)
     complete = any(x is not None and x.shape[2] == q_length for x in (visible, bias))
     _require_known(module, kwargs, complete)
@@ -380,10 +382,12 @@ def _require_known(module: nn.Module, given: Mapping[str, object], complete: boo
 
 def _read_mask(
     attention_mask: object, is_causal: bool, q_length: int, k_length: int
-) -> tuple[Tensor | None, Tensor | None, Sides]:
+) -> tuple[Tensor | BlockMask | None, Tensor | None, Sides]:
     """Return (boolean mask, bias, bounds of the band) from the mask that a layer was given."""
     if attention_mask is None:
         return None, None, (None, 0 if is_causal else None)
+    if isinstance(attention_mask, BlockMask):
+        return attention_mask, None, (None, None)
     if not isinstance(attention_mask, Mask):
         return *_read_tensor(attention_mask, q_length, k_length), (None, None)
     shape, visible = attention_mask.shape, attention_mask.visible

@@ -18,6 +18,7 @@ from fastformer.cache.paged import PagedKVCache
 from fastformer.description import PADDED_OPTIONS
 from fastformer.dispatch import backends
 from fastformer.eager import may_read
+from fastformer.mask_tiles import BlockMask
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.embeddings import require_features
 from fastformer.nn.norms import RMSNorm
@@ -159,7 +160,7 @@ class MultiHeadedAttention(AliasedModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | Packing | None = None,
+        mask: Tensor | BlockMask | Packing | None = None,
         *,
         bias: Tensor | None = None,
         key_lengths: Tensor | None = None,
@@ -180,7 +181,8 @@ class MultiHeadedAttention(AliasedModule):
             key, value: [B, S, d_model]; in a packed batch [tokens, d_model].
             mask: booleans, integers, or floats that are 0 or 1; [B, 1, S], [B, T, S] or [1, T, S],
                 shared by the heads; also [T, S] if B is not T (else it could be [B, S]), and four
-                dimensions that broadcast to [B, h, T, S]. For a packed batch, its `Packing`.
+                dimensions that broadcast to [B, h, T, S]; or a `BlockMask` of that shape. For a
+                packed batch, its `Packing`, which may have a `BlockMask` of the tokens.
             bias: as in `scaled_dot_product_attention`, with h heads; in a packed batch [tokens].
             key_lengths: as in `scaled_dot_product_attention`; not for a packed batch.
             is_causal, window, causal_alignment, alibi_slopes, softcap: as in
@@ -230,7 +232,7 @@ class MultiHeadedAttention(AliasedModule):
         require_linear_input("query", query, linears[0])
         projected = Projected(self._projected(inputs, linears), self.h, (0, 2, 1, 3))
         q, k, v = projected.parts()  # [B, heads, T or S, d_k]
-        if mask is not None:
+        if mask is not None and not isinstance(mask, BlockMask):
             checks.require_tensor("mask", mask)
             checks.require_device("mask", mask, "query", query)
             mask = self._over_heads(mask, (*q.shape[:3], backends.full_length(k.shape[2])))
@@ -246,7 +248,7 @@ class MultiHeadedAttention(AliasedModule):
     def _forward_cached(
         self,
         inputs: dict[str, Tensor],
-        mask: Tensor | Packing | None,
+        mask: Tensor | BlockMask | Packing | None,
         options: dict[str, Any],
         cache: KVCache | PagedKVCache | LayerCache | MemoryCache,
         rotary: tuple[Tensor, Tensor] | None,
@@ -254,6 +256,7 @@ class MultiHeadedAttention(AliasedModule):
         """Return the output [B, T, d_model] over the keys and values of the cache."""
         _require_cache(cache, mask, options.pop("key_lengths"), rotary)
         assert not isinstance(mask, Packing)
+        mask = mask.dense() if isinstance(mask, BlockMask) else mask
         kept = isinstance(cache, MemoryCache) and cache.filled
         if isinstance(cache, MemoryCache) and kept:
             cache.require_memory("key", inputs.pop("key"))
@@ -298,6 +301,7 @@ class MultiHeadedAttention(AliasedModule):
         """
         query_packing, packing = packings
         own = self._query_packing(query_packing, packing, options)
+        mask = packing.mask if query_packing is None else None
         for name in PADDED_OPTIONS:
             if options.pop(name, None) is not None:
                 raise ValueError(f"{name} is given together with a Packing; expected None")
@@ -316,8 +320,14 @@ class MultiHeadedAttention(AliasedModule):
         p = dropout_probability(self.dropout)
         q, k, rotation = self._to_rotate(q, k, rotary)
         op, rows = "packed_attention", (q, k, v, *offsets)
-        out = joint_attention(op, projected, rotation, *rows, dropout_p=p, **options)
+        out = joint_attention(
+            op, projected, rotation, *rows, attn_mask=mask, dropout_p=p, **options
+        )
         if self.keep_attention:
+            if mask is not None:
+                raise ValueError(
+                    "keep_attention is True, and the Packing has a mask; expected one of the two"
+                )
             own, packing = without_gaps(own), without_gaps(packing)
             q, k = (pad(x.detach(), of).transpose(1, 2) for x, of in ((q, own), (k, packing)))
             positions = torch.arange(own.length, device=q.device)
@@ -444,7 +454,7 @@ class MultiHeadedAttention(AliasedModule):
         return tables | dict(query_norm=first.weight, key_norm=second.weight, eps=first.eps)
 
     def _keep_weights(
-        self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]
+        self, q: Tensor, k: Tensor, mask: Tensor | BlockMask | None, options: dict[str, Any]
     ) -> None:
         """Set `attn` to the weights of q [B, h, T, d_k] and k if `keep_attention`, else to None."""
         if self.keep_attention:
@@ -483,7 +493,7 @@ class MultiHeadedAttention(AliasedModule):
 
 def _require_cache(
     cache: object,
-    mask: Tensor | Packing | None,
+    mask: Tensor | BlockMask | Packing | None,
     key_lengths: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None,
 ) -> None:

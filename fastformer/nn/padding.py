@@ -22,6 +22,7 @@ from fastformer.checks import (
     require_tensor,
     wrong_shape,
 )
+from fastformer.mask_tiles import BlockMask
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Packing:
     cu_seqlens: [batch + 1] int32, as `packed_attention` takes it: sequence b has the tokens
         cu_seqlens[b] .. cu_seqlens[b + 1] - 1. indices: [tokens] int64, each token's index in the
         flattened padded batch [batch * length, ..]. longest: tokens of the longest sequence.
+    mask: a `BlockMask` [1, 1 or H, tokens, tokens] for the self-attention of every layer, or None;
+        `packing.with_mask(mask)` adds it.
 
     Raises TypeError for an argument of another type or dtype, ValueError for a negative number,
     another shape or several devices.
@@ -41,6 +44,7 @@ class Packing:
     batch: int
     length: int
     longest: int
+    mask: BlockMask | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "length", "longest"):
@@ -57,6 +61,8 @@ class Packing:
                 expected = "[batch + 1]" if name == "cu_seqlens" else "[tokens]"
                 raise wrong_shape(name, x, f"{expected}")
         require_device("indices", self.indices, "cu_seqlens", self.cu_seqlens)
+        if self.mask is not None:
+            require_instance("mask", self.mask, BlockMask, "a BlockMask or None")
 
     @property
     def lengths(self) -> Tensor:
@@ -68,9 +74,16 @@ class Packing:
         """Return the position of each token in its row of the padded batch, [tokens] int64."""
         return self.indices % max(1, self.length)
 
+    def with_mask(self, mask: BlockMask | None) -> Packing:
+        """Return the packing with a mask of its tokens, which self-attention applies beside the
+        bounds of the sequences.
+        """
+        return replace(self, mask=mask)
+
     def to(self, device: torch.device, non_blocking: bool = False) -> Packing:
         """Return a copy of the packing with its tensors on the device."""
-        return self._with(lambda x: x.to(device, non_blocking=non_blocking))
+        mask = None if self.mask is None else self.mask.to(device, non_blocking)
+        return self._with(lambda x: x.to(device, non_blocking=non_blocking)).with_mask(mask)
 
     def pin_memory(self) -> Packing:
         """Return a copy of the packing with its tensors in pinned memory."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastformer.cache.decoder import DecoderCache, LayerCache
 from fastformer.checks import require_callable, require_flag, require_instance
 from fastformer.dispatch import backends
+from fastformer.mask_tiles import BlockMask
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import clones
 from fastformer.nn.embeddings import RotaryEmbedding
@@ -105,7 +106,7 @@ class Encoder(_Stack):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | Packing | None,
+        mask: Tensor | BlockMask | Packing | None,
         cache: DecoderCache | None = None,
         *,
         _seeds: Seeds | None = None,
@@ -135,8 +136,8 @@ class Decoder(_Stack):
         self,
         x: Tensor,
         memory: Tensor | None,
-        src_mask: Tensor | Packing | None,
-        tgt_mask: Tensor | Packing | None,
+        src_mask: Tensor | BlockMask | Packing | None,
+        tgt_mask: Tensor | BlockMask | Packing | None,
         cache: DecoderCache | None = None,
         *,
         _seeds: Seeds | None = None,
@@ -154,7 +155,9 @@ def require_cache(cache: object, kind: type = DecoderCache) -> None:
     require_instance("cache", cache, (kind, NoneType), f"a {kind.__name__} or None")
 
 
-def require_packings(src_mask: Tensor | Packing | None, tgt_mask: Tensor | Packing | None) -> None:
+def require_packings(
+    src_mask: Tensor | BlockMask | Packing | None, tgt_mask: Tensor | BlockMask | Packing | None
+) -> None:
     given = dict(src_mask=src_mask, tgt_mask=tgt_mask)
     packed = [name for name, x in given.items() if isinstance(x, Packing)]
     if len(packed) == 1:
@@ -175,8 +178,8 @@ class EncoderLayer(nn.Module):
         is_causal: if True, a token attends to itself and earlier tokens, and the mask can hide
             more; self_attn is then called with is_causal=True as well.
 
-    forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S] or None -> [B, S, size].
-    For a packed batch x is [tokens, size] and mask its `Packing`.
+    forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S], a `BlockMask` or None
+    -> [B, S, size]. For a packed batch x is [tokens, size] and mask its `Packing`.
 
     forward(.., rotary=(cos, sin)): self_attn is called with `rotary`, too.
 
@@ -211,7 +214,7 @@ class EncoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | Packing | None,
+        mask: Tensor | BlockMask | Packing | None,
         cache: LayerCache | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         *,
@@ -226,7 +229,7 @@ class EncoderLayer(nn.Module):
     def _through(
         self,
         stream: ResidualStream,
-        mask: Tensor | Packing | None,
+        mask: Tensor | BlockMask | Packing | None,
         cache: LayerCache | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> None:
@@ -293,8 +296,8 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         memory: Tensor | None,
-        src_mask: Tensor | Packing | None,
-        tgt_mask: Tensor | Packing | None,
+        src_mask: Tensor | BlockMask | Packing | None,
+        tgt_mask: Tensor | BlockMask | Packing | None,
         cache: LayerCache | None = None,
         *,
         _seeds: Seeds | None = None,
@@ -312,8 +315,8 @@ class DecoderLayer(nn.Module):
         self,
         stream: ResidualStream,
         memory: Tensor | None,
-        src_mask: Tensor | Packing | None,
-        tgt_mask: Tensor | Packing | None,
+        src_mask: Tensor | BlockMask | Packing | None,
+        tgt_mask: Tensor | BlockMask | Packing | None,
         cache: LayerCache | None = None,
     ) -> None:
         own: dict[str, Any] = {} if cache is None else {"cache": cache}

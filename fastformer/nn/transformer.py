@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
 from fastformer.dispatch import backends
+from fastformer.mask_tiles import BlockMask
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.embeddings import (
@@ -253,8 +254,8 @@ class EncoderDecoder(nn.Module):
         self,
         src: Tensor,
         tgt: Tensor,
-        src_mask: Tensor | Packing | None,
-        tgt_mask: Tensor | Packing | None,
+        src_mask: Tensor | BlockMask | Packing | None,
+        tgt_mask: Tensor | BlockMask | Packing | None,
     ) -> Tensor:
         require_packings(src_mask, tgt_mask)
         first, second = self._seeds()
@@ -274,7 +275,7 @@ class EncoderDecoder(nn.Module):
     def encode(
         self,
         src: Tensor,
-        src_mask: Tensor | Packing | None,
+        src_mask: Tensor | BlockMask | Packing | None,
         *,
         _seeds: Seeds | None = None,
     ) -> Tensor:
@@ -287,9 +288,9 @@ class EncoderDecoder(nn.Module):
     def decode(
         self,
         memory: Tensor | None,
-        src_mask: Tensor | Packing | None,
+        src_mask: Tensor | BlockMask | Packing | None,
         tgt: Tensor,
-        tgt_mask: Tensor | Packing | None,
+        tgt_mask: Tensor | BlockMask | Packing | None,
         cache: DecoderCache | None = None,
         *,
         _seeds: Seeds | None = None,
@@ -335,7 +336,7 @@ class LanguageModel(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        mask: Tensor | Packing | None = None,
+        mask: Tensor | BlockMask | Packing | None = None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
         checks.require_tensor("tokens", tokens)
@@ -359,7 +360,7 @@ def _embedded(
     embed: nn.Module,
     name: str,
     tokens: Tensor,
-    mask: Tensor | Packing | None,
+    mask: Tensor | BlockMask | Packing | None,
     cache: DecoderCache | None = None,
     *,
     seeds: Seeds,

@@ -1,5 +1,6 @@
 """Block masks: their layout, what they are made of, and attention with them."""
 
+import itertools
 import pickle
 
 import pytest
@@ -318,3 +319,148 @@ def test_calls_that_do_not_fit(device):
     with pytest.raises(ValueError, match="BlockMask of shape"):
         three = ff.block_mask(mask.dense().expand(3, 1, 150, 200))
         ff.scaled_dot_product_attention(**given, attn_mask=three)
+
+
+# --------------------------------------------------------------------------------- packed batches
+
+
+def images(tokens):
+    """A language model whose documents hold images, each of which sees all of itself."""
+    image = torch.full((tokens,), -1)
+    image[20:60], image[130:170], image[170:190] = 0, 1, 2
+
+    def mod(b, h, i, j):
+        return (j <= i) | ((image[i] == image[j]) & (image[i] >= 0))
+
+    return ff.block_mask(mod, Sq=tokens, Sk=tokens)
+
+
+@pytest.mark.parametrize("more", [{}, dict(is_causal=True, window=(30, 5)), dict(dropout_p=0.3)])
+def test_packed(device, against_oracle, more):
+    """With an empty document; the oracle has the mask and the documents in one tensor."""
+    starts = [0, 50, 50, 160, 200]
+    offsets = torch.tensor(starts, dtype=torch.int32)
+    mask = images(200)
+    x = {name: torch.randn(200, 2, 16) for name in ("query", "key", "value")}
+    rows = [range(a, b) for a, b in itertools.pairwise(starts)]
+
+    def call(query, key, value):
+        if not eager.formula.always:
+            more.update(dropout_seed=7) if more.get("dropout_p") else None
+            given = query, key, value, offsets, offsets, 120, 120
+            return ff.packed_attention(*given, attn_mask=mask, **more)
+        outputs = []
+        for b, own in enumerate(rows):
+            at = slice(own.start, own.stop)
+            q, k, v = (t[at].transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+            seen = mask.dense()[..., at, at]
+            place = dict(shard=(b, 0, 0, 0, 2, 120, 120)) if more.get("dropout_p") else {}
+            out = ff.scaled_dot_product_attention(q, k, v, seen, **more, **place)
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    with ff.use_backend("reference"):
+        against_oracle(call, x)
+    with pytest.raises(TypeError, match="BlockMask"):
+        ff.packed_attention(**x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=120, max_k=120,
+                            attn_mask=mask.dense())  # fmt: skip
+    with pytest.raises(ValueError, match="BlockMask of shape"):
+        ff.packed_attention(**x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=120, max_k=120,
+                            attn_mask=images(199))  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- layers and models
+
+
+@torch.no_grad()
+def test_layers(backend, device):
+    """What takes a mask takes a block mask."""
+    mask = images(200).to(device)
+    dense, x = mask.dense(), torch.randn(2, 200, 16, device=device)
+    attention = ff.MultiHeadedAttention(2, 16).to(device).eval()
+    model = ff.make_decoder(11, N=2, d_model=16, d_ff=32, h=2).to(device).eval()
+    tokens = torch.randint(0, 11, (2, 200), device=device)
+    for call in (
+        lambda m: attention(x, x, x, m),
+        lambda m: attention(x, x, x, m, cache=ff.KVCache(2, 2, 200, 8, device=device)),
+        lambda m: model(tokens, m),
+        lambda m: ff.attention_weights(x.view(2, 1, 200, 16), x.view(2, 1, 200, 16), m),
+    ):
+        torch.testing.assert_close(call(mask), call(dense), rtol=1e-4, atol=1e-5)
+    attention.keep_attention = True
+    attention(x, x, x, mask)
+    assert not attention.attn[..., ~dense[0, 0]].any()
+
+
+@torch.no_grad()
+def test_packed_layers(device):
+    """A mask of the tokens goes with the `Packing` through all layers, not to a memory."""
+    model = ff.make_decoder(11, N=2, d_model=16, d_ff=32, h=2).eval()
+    x = torch.randint(0, 11, (2, 120))
+    tokens, packing = ff.unpad(x, torch.tensor([80, 120]))
+    window = lambda b, h, i, j: (i - j).abs() < 9  # noqa: E731
+    packed = packing.with_mask(ff.block_mask(window, Sq=200, Sk=200))
+    assert packed.to("cpu").mask == packed.mask
+    with ff.use_backend("reference"):
+        have = ff.pad(model(tokens, packed), packing)
+        want = model(x, ff.block_mask(window, Sq=120, Sk=120))
+        torch.testing.assert_close(have[0, :80], want[0, :80])
+        torch.testing.assert_close(have[1], want[1])
+    with pytest.raises(TypeError, match="BlockMask"):
+        packing.with_mask(window)
+
+
+@torch.no_grad()
+def test_torch_modules(device):
+    """accelerate and sdpa_override; torch itself names what to do."""
+    mask = images(200)
+    dense, x = mask.dense(), torch.randn(2, 200, 16)
+    padding = torch.arange(200).repeat(2, 1) >= torch.tensor([[200], [150]])
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    stack = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    want = stack(x, ~dense[0, 0], src_key_padding_mask=padding)
+    ff.accelerate(stack)
+    have = stack(x, mask, src_key_padding_mask=padding)
+    torch.testing.assert_close(have[~padding], want[~padding], rtol=1e-4, atol=1e-5)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    x = x.unsqueeze(1)
+    with ff.sdpa_override():
+        torch.testing.assert_close(attend(x, x, x, attn_mask=mask), attend(x, x, x, dense))
+    with pytest.raises(TypeError, match="does not take a BlockMask"):
+        attend(x, x, x, attn_mask=mask)
+
+
+@torch.no_grad()
+def test_hugging_face(device):
+    """A prefix and images that see all of themselves, as the mask of a model."""
+    transformers = pytest.importorskip("transformers")
+    ff.register_transformers()
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=20,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    mask, tokens = images(200), torch.randint(0, 20, (2, 200))
+    model.set_attn_implementation("sdpa")
+    want = model(tokens, attention_mask=mask.dense().expand(2, -1, -1, -1)).logits
+    model.set_attn_implementation("fastformer")
+    have = model(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(tokens).logits, want, atol=1e-3)
+
+
+def test_compiled(backend, device):
+    """One graph for masks of the same shape, without a break."""
+    masks_of_calls = [images(200), ff.block_mask(masks(200, 200)["causal"])]
+    x = torch.randn(1, 2, 200, 16, requires_grad=True)
+    call = lambda x, mask: ff.scaled_dot_product_attention(x, x, x, mask)  # noqa: E731
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for mask in masks_of_calls:
+        have, want = compiled(x, mask), call(x, mask)
+        torch.testing.assert_close(have, want)
+        grads = [torch.autograd.grad(out.sum(), x)[0] for out in (have, want)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)

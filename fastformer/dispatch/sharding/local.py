@@ -46,6 +46,11 @@ def _run_attention(inner: Run, call: Call, arguments: Arguments, first: int) -> 
             f"{call.op} within sequences_from({first}); expected scaled_dot_product_attention, "
             "which takes padded sequences"
         )
+    if "q" in offsets and attention.mask_spans is not None:
+        raise ValueError(
+            f"{call.op} is sharded over the queries, and attn_mask is a BlockMask; "
+            "expected a tensor"
+        )
     if attention.shard is None and (attention.dropout_p > 0 or "q" in offsets):
         batch, sizes = offsets.get("b", 0) + first, call.sizes
         full = sizes["h"], sizes.get("q", 0), sizes.get("k", 0)  # 0 if the batch is packed

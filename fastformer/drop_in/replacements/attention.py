@@ -5,6 +5,7 @@ Shapes: N batch, L queries, S keys, E features, H heads, D = E / H.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from fastformer.drop_in.replacements.base import (
     unsupported_tensor,
     unsupported_weight,
 )
+from fastformer.mask_tiles import BlockMask
 from fastformer.nn.padding import Packing
 from fastformer.ops import functional
 from fastformer.ops.attention.joint import Projected, joint_attention
@@ -180,10 +182,14 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         """Translate torch's two masks; raise ValueError or TypeError for an invalid mask.
 
         query: [N, L, E], [L, N, E] or [L, E]. key: [N, S, E], [S, N, E] or [S, E]. attn_mask:
-        [L, S] or [N H, L, S]. key_padding_mask: [N, S] or [S]. names: the names of the two masks,
+        [L, S] or [N H, L, S], or a `BlockMask` of [N, H, L, S], in which True keeps a key.
+        key_padding_mask: [N, S] or [S]. names: the names of the two masks,
         for error messages.
         """
-        if is_causal and attn_mask is None:
+        blocks = attn_mask if isinstance(attn_mask, BlockMask) else None
+        if blocks is not None:
+            attn_mask, is_causal = None, False
+        elif is_causal and attn_mask is None:
             raise ValueError(
                 f"is_causal is True and {names[0]} None; it is a hint that {names[0]} is causal: "
                 "expected the mask as well (nn.Transformer.generate_square_subsequent_mask)"
@@ -203,6 +209,10 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         # is_causal does not cover appended keys (bias_k, add_zero_attn): use the mask itself then.
         is_causal = is_causal and not self._appends_keys()
         visible, bias = _joined(None if is_causal else hidden, hidden_keys, query.dtype)
+        if blocks is not None:
+            if visible is not None:  # the padding
+                bias = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -math.inf)
+            return Visibility(blocks.dense() if self._appends_keys() else blocks, bias)
         padding = None
         if hidden_keys is not None and attn_mask is None and bias is None:
             padding = hidden_keys.view(batch, scores[3])
@@ -303,13 +313,13 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 class Visibility(NamedTuple):
     """Which keys each query sees, as arguments of `scaled_dot_product_attention`.
 
-    attn_mask: boolean, True for a visible key, and bias: added to the scores; both broadcast to
-    [N, H, L, S]. packing: the `Packing` of a batch whose padding was dropped. padding:
-    key_padding_mask [N, S], True for a masked key, if attn_mask holds only the padding.
+    attn_mask: boolean, True for a visible key, or a `BlockMask`, and bias: added to the scores;
+    both broadcast to [N, H, L, S]. packing: the `Packing` of a batch whose padding was dropped.
+    padding: key_padding_mask [N, S], True for a masked key, if attn_mask holds only the padding.
     cache: holds the keys of earlier positions, or the keys of the memory.
     """
 
-    attn_mask: Tensor | None = None
+    attn_mask: Any = None
     bias: Tensor | None = None
     is_causal: bool = False
     packing: Packing | None = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fastformer.dispatch import backends
+from fastformer.mask_tiles import BlockMask
 
 
 class Accelerated(nn.Module):
@@ -162,13 +163,15 @@ def record_torch(op: str, reason: str) -> None:
     backends.report(backends.Choice(op, "torch", reason))
 
 
-def unsupported_tensor(*tensors: Tensor | None) -> str | None:
-    """Return why a kernel cannot read one of the tensors, or None; entries of None are skipped."""
+def unsupported_tensor(*tensors: Tensor | BlockMask | None) -> str | None:
+    """Return why a kernel cannot read one of the tensors, or None; entries of None and block masks
+    are skipped.
+    """
     tracing = torch.compiler.is_compiling()
     if not tracing and torch.jit.is_tracing():  # a trace holds neither the kernels nor new dropout
         return "torch.jit.trace records the operations of torch"
     for x in tensors:
-        if x is None:
+        if x is None or isinstance(x, BlockMask):
             continue
         if type(x) not in (Tensor, nn.Parameter) and not (tracing or isinstance(x, FakeTensor)):
             if backends.is_dtensor(x):  # from `parallelize`

@@ -17,6 +17,7 @@ from fastformer.checks import (
     require_dropout,
     require_flag,
     require_floating,
+    require_instance,
     seed_tensor,
     shape_of,
     wrong_shape,
@@ -30,6 +31,7 @@ from fastformer.ops.attention.arguments import (
     ALIGNMENTS,
     NO_BLOCKS,
     Scores,
+    checked_blocks,
     checked_key_bias,
     checked_packed_shard,
     checked_shard,
@@ -84,7 +86,9 @@ def scaled_dot_product_attention(
         attn_mask: boolean, broadcastable to [B, H, Sq, Sk] (without heads: to [B, Sq, Sk]); True
             keeps the key. It is read through its strides, never expanded. Large calls skip blocks
             of keys before the first and past the last key that it keeps. None keeps all keys. A
-            floating mask is a `bias`, as in torch.
+            floating mask is a `bias`, as in torch. Or a `BlockMask` of the shape of the scores,
+            where B and H may be 1; it is not taken within `context_parallel`, nor with DTensors
+            that are sharded over the queries.
         dropout_p: probability in [0, 1] that a weight is dropped, rounded to a multiple of 2^-16;
             the others are scaled by 1/(1 - dropout_p). Dropout is always on: pass 0 in evaluation.
         is_causal: query i sees keys j <= i + shift.
@@ -232,6 +236,7 @@ def packed_attention(
     max_q: int,
     max_k: int,
     *,
+    attn_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -261,6 +266,9 @@ def packed_attention(
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32: the cumulative lengths of the sequences, from 0,
             not decreasing, to Tq and to Tk.
         max_q, max_k: the length of the longest sequence, or more.
+        attn_mask: a `BlockMask` [1, 1 or H, Tq, Tk] of the packed tokens, or None. A query sees a
+            key of its sequence if the mask allows it; what the mask holds of other sequences does
+            not matter.
         dropout_p, scale, softcap, sinks: as in `scaled_dot_product_attention`.
         is_causal, causal_alignment, window, alibi_slopes: as in `scaled_dot_product_attention`,
             with i and j counted within the sequence, and "bottom_right" aligned for each sequence.
@@ -292,13 +300,19 @@ def packed_attention(
         if x.dim() != 3:
             raise wrong_shape(name, x, "[tokens, heads, D]")
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    scale, _ = require_attention(q, k, v, scale, True, lambda x: shape_of(x[0].transpose(0, 1)))
+    scale, scores = require_attention(
+        q, k, v, scale, True, lambda x: shape_of(x[0].transpose(0, 1))
+    )
     require_offsets("cu_seqlens_q", cu_seqlens_q, "query", query, max_q)
     require_offsets("cu_seqlens_k", cu_seqlens_k, "key", key, max_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise wrong_shape(
             "cu_seqlens_k", cu_seqlens_k, f"that of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
         )
+    blocks = NO_BLOCKS
+    if attn_mask is not None:
+        require_instance("attn_mask", attn_mask, BlockMask, "a BlockMask (fastformer.block_mask)")
+        blocks = checked_blocks(attn_mask, query, scores)
     p = require_dropout("dropout_p", dropout_p)
     if shard is None:
         refuse_context("packed_attention")
@@ -316,6 +330,9 @@ def packed_attention(
         sinks=checked_sinks(sinks, q),
         dropout_seed=seed_tensor(dropout_seed, p, query.device),
         shard=None if shard is None else checked_packed_shard(shard, query.shape[1], p),
+        mask_spans=blocks[0],
+        mask_lists=blocks[1],
+        mask_bits=blocks[2],
         cu_seqlens_q=cu_seqlens_q.contiguous(),
         cu_seqlens_k=cu_seqlens_k.contiguous(),
         max_q=max_q,

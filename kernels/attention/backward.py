@@ -255,7 +255,7 @@ def _dkdv_tiles(
         at = Indices(i[None, :], own.columns[:, None], r[None, :])
         keys = own.keys
         if has.lists and EDGE:
-            keys = listed_keys(keys, slot, i0, own.start, head.lists, tile, True)
+            keys = listed_keys(keys, slot, i0, own.start, head.lists, tile, has, True)
         s, tanh = scores(s, at, keys, head, tile, has, EDGE)
         if has.separate_max:
             s -= peak[None, :]
@@ -482,7 +482,7 @@ def _dq_tiles(
         at = Indices(own.i, rows, own.r)
         shown = in_rows(keys, has)
         if has.lists and EDGE:
-            shown = listed_keys(shown, slot, own.start, n0, head.lists, tile, False)
+            shown = listed_keys(shown, slot, own.start, n0, head.lists, tile, has, False)
         p, tanh = _probabilities(s, at, shown, own.statistics, head, tile, has, EDGE)
         dp = tl.dot(own.do, tl.trans(v), input_precision=tile.precision)
         ds = _score_gradient(p, dp, own.statistics.delta, (own.start, n0), head, tile, has)
@@ -703,7 +703,7 @@ def backward_dbias_kernel(
         shown = in_rows(keys, has)
         if has.lists:
             lists = load_lists(optional, strides, sizes, b, h, i0, False)
-            shown = listed_keys(shown, find_slot(lists, n0), i0, n0, lists, tile, False)
+            shown = listed_keys(shown, find_slot(lists, n0), i0, n0, lists, tile, has, False)
         p, _ = _probabilities(s, Indices(i, rows, r), shown, statistics, head, tile, has, True)
         dbias += _score_gradient(p, dp, statistics.delta, (i0, n0), head, tile, has)
     base = DBIAS + own_b * dbias_strides.batch + own_h * dbias_strides.head

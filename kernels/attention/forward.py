@@ -88,7 +88,7 @@ def forward_tiles(
         at = Indices(work.i[:, None], rows[None, :], work.r[:, None])
         shown = in_rows(keys, has)
         if has.lists and EDGE:
-            shown = listed_keys(shown, slot, work.start, n0, head.lists, tile, False)
+            shown = listed_keys(shown, slot, work.start, n0, head.lists, tile, has, False)
         s, _ = scores(s, at, shown, head, tile, has, EDGE)
         m_new = tl.maximum(m, tl.max(s, 1))
         base = m_new

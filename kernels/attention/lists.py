@@ -145,7 +145,9 @@ def listed_tile(
 
 
 @triton.jit
-def listed_keys(keys, slot, i0, n0, lists, tile: tl.constexpr, TRANSPOSED: tl.constexpr):
+def listed_keys(
+    keys, slot, i0, n0, lists, tile: tl.constexpr, has: tl.constexpr, TRANSPOSED: tl.constexpr
+):
     """Return `keys` of the tile at (i0, n0), of whose elements the bits of a slot say which of them
     are seen: `keys.ok` is [BM, BN], or [BN, BM] if TRANSPOSED.
 
@@ -161,11 +163,17 @@ def listed_keys(keys, slot, i0, n0, lists, tile: tl.constexpr, TRANSPOSED: tl.co
         i, j = i[None, :], j[:, None]
     else:
         i, j = i[:, None], j[None, :]
-    words = tl.load(base + i * 2)
-    if tile.columns == COLUMNS:
-        words = tl.where(j < 32, words, tl.load(base + i * 2 + 1))
-    seen = ((words >> (j & 6)) & (1 << (j & 25))) != 0
-    return Keys(keys.ok & seen, keys.bias)
+    if tile.columns == COLUMNS and TRANSPOSED:  # a thread has few keys of many queries
+        pairs = tl.load(base.to(tl.pointer_type(tl.int64)) + i)
+        seen = ((pairs >> (j & 38)).to(tl.int32) & (1 << (j & 25))) != 0
+    else:
+        words = tl.load(base + i * 2)
+        if tile.columns == COLUMNS:
+            words = tl.where(j < 32, words, tl.load(base + i * 2 + 1))
+        seen = ((words >> (j & 6)) & (1 << (j & 25))) != 0
+    if has.lists == 2 or has.bias == 1:
+        seen = keys.ok & seen
+    return Keys(seen, keys.bias)  # no bit is set past the last key
 
 
 @triton.jit

@@ -34,9 +34,11 @@ class Lists(NamedTuple):
 
     The run is run_begin <= n < run_end, where n counts keys, or queries if the program owns keys.
     The other whole tiles are the entries begin <= e < part of the list, and the partly seen tiles
-    are the entries part <= e < end. Before the entries, the last loop visits `cut` tiles of the run
-    (see `listed_spans`), from key or query `first` on, where those from `jump` on lie `gap`
-    further.
+    are the entries part <= e < end.
+
+    Where a band or lengths cut them (see `listed_spans`), the last loop first visits `cut` tiles of
+    the run, from key or query `first` on, where those from `jump` on lie `gap` further. Then it
+    visits the entries from `begin` on, where those from `part` on lie `skip` further.
     """
 
     run_begin: Any
@@ -51,6 +53,7 @@ class Lists(NamedTuple):
     first: Any = 0
     jump: Any = 0
     gap: Any = 0
+    skip: Any = 0
 
 
 @triton.jit
@@ -78,6 +81,21 @@ def with_lists(head, lists):
 
 
 @triton.jit
+def _entries_within(lists, begin, end, tiles, SIZE: tl.constexpr):
+    """Return which of the entries begin <= e < end, in ascending order, the band reaches; `tiles`
+    are those of `listed_spans`.
+    """
+    lo, hi = tiles[0] // SIZE, tl.cdiv(tiles[3], SIZE)
+    before, behind = 0, 0
+    for start in tl.range(begin, end, 128):
+        entry = start + tl.arange(0, 128)
+        index = tl.load(lists.tiles + entry, mask=entry < end, other=-1).to(tl.int32)
+        before += tl.sum(((index >= 0) & (index < lo)).to(tl.int32), 0)
+        behind += tl.sum((index >= tl.maximum(lo, hi)).to(tl.int32), 0)
+    return begin + before, end - behind
+
+
+@triton.jit
 def listed_spans(tiles, lists, width: tl.constexpr, SIZE: tl.constexpr, has: tl.constexpr):
     """Return (lists, run, whole, edge). `run` is a span of keys or queries, see `split_at_run`,
     whose argument `tiles` is. `whole` and `edge` are spans of the numbers that `listed_tile` takes,
@@ -89,11 +107,13 @@ def listed_spans(tiles, lists, width: tl.constexpr, SIZE: tl.constexpr, has: tl.
         cut, run = split_at_run(tiles, bounds, width, has)
         first, last, jump, gap = cut
         cut = tl.cdiv(last - first, width)
+        begin, whole = _entries_within(lists, lists.begin, lists.part, tiles, SIZE)
+        part, end = _entries_within(lists, lists.part, lists.end, tiles, SIZE)
+        edge = 0, cut + (whole - begin + end - part) * PARTS, 0, 0
         lists = Lists(
-            lists.run_begin, lists.run_end, lists.begin, lists.part, lists.end, lists.tiles,
-            lists.size, lists.bits, cut, first, jump, gap,
+            lists.run_begin, lists.run_end, begin, whole, end, lists.tiles, lists.size, lists.bits,
+            cut, first, jump, gap, part - whole,
         )  # fmt: skip
-        edge = 0, cut + (lists.end - lists.begin) * PARTS, 0, 0
         return lists, run, (0, 0, 0, 0), edge
     else:
         run = lists.run_begin, tl.minimum(lists.run_end, tiles[3]), 0, 0
@@ -128,13 +148,15 @@ def listed_tile(
         listed = p >= 0
         p = lists.begin * PARTS + p
     entry = p // PARTS if PARTS > 1 else p
+    within = (p - entry * PARTS) * width
     if has.lists == 2:
+        entry = tl.where(entry < lists.part, entry, entry + lists.skip)
         index = tl.load(lists.tiles + entry, mask=listed, other=0).to(tl.int32)
     else:
         index = tl.load(lists.tiles + entry).to(tl.int32)
     start = index * SIZE
     if PARTS > 1:
-        start += (p - entry * PARTS) * width
+        start += within
     slot = 0
     if EDGE:
         slot = _slot(lists, entry, listed)

@@ -71,6 +71,23 @@ def test_tiles_that_are_visited(work, name):
         assert work(out[0].sum().backward).products == 3 * seen + 4 * seen
 
 
+@pytest.mark.parametrize("name", ["documents", "Longformer", "BigBird", "both ends", "none"])
+def test_tiles_that_a_band_and_lengths_leave(work, name):
+    """Of those that the mask shows, the ones within them."""
+    mask, i, j = PATTERNS[name], torch.arange(N)[:, None], torch.arange(N)
+    band = (j <= i) & (j >= i - 170) & (j < 390)
+    reached = torch.zeros(2, 512, 512, dtype=torch.bool)
+    reached[0, :N, :N], reached[1, :N, :N] = mask, band
+    seen, within = reached.view(2, 4, 128, 8, 64).any(4).any(2)
+    options = dict(key_lengths=torch.tensor([390]), window=(170, 0))
+    x, out = [torch.randn(1, 1, N, 16, requires_grad=True) for _ in range(3)], []
+    block, visited = ff.block_mask(mask), int((seen & within).sum())
+    with use_backend("triton"):
+        found = work(lambda: out.append(ff.scaled_dot_product_attention(*x, block, **options)))
+        assert found.products == 2 * visited
+        assert work(out[0].sum().backward).products == 7 * visited
+
+
 OPTIONS = {
     "plain": {},
     "causal": dict(is_causal=True),

@@ -631,8 +631,9 @@ class BackwardPlan(Plan):
         self.cut |= self.source is not None
         if self.needs[1] and not self.short:
             strides = dict(dk_strides=dk, dv_strides=dv, do_strides=do)
-            one_loop = self.has.lists and not self.tile.split
-            lists = 2 if one_loop else self.has.lists
+            # One loop less, which spills.
+            fewer = not self.tile.split or (self.has.dropout and self.head_block > 64)
+            lists = 2 if self.has.lists and fewer else self.has.lists
             has = self.has._replace(key_grad=key_grad, lists=lists)
             self.add("dkdv", backward_dkdv_kernel, self.columns, has, **strides)
         self.dq_takes_bias = False  # whether its kernel takes the gradient of the bias, too

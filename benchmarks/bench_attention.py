@@ -5,12 +5,13 @@ learned bias, which no fused peer supports. `tgt_mask` is the mask of padding an
 decoder is trained with, given as a tensor [B, 1, S, S]; compare it with `causal`, and with
 FlexAttention, which is given the same as a function and builds its blocks in each call. `packed`
 runs without the padding, and so does flash-attn where there is padding: the time includes removing
-the padding and restoring it.
+the padding and restoring it. In `global and window` a query sees the first S/128 keys, and S/16 on
+each side of itself: fastformer and FlexAttention are given a block mask that was built before.
 
 FLOPs: 4 B H Sq Sk D forward (two products), 2.5 times that backward (five products); half of it
-when causal, the pairs inside of a window; with padding only the valid keys, whatever the provider
-computes. Least bytes: forward q and o, and the valid k and v, once; backward q, o, do, dq, dk, dv
-and the valid k and v; a bias read twice and its gradient written once.
+when causal, the pairs inside of a window or seen by a block mask; with padding only the valid keys,
+whatever the provider computes. Least bytes: forward q and o, and the valid k and v, once; backward
+q, o, do, dq, dk, dv and the valid k and v; a bias read twice and its gradient written once.
 """
 
 import functools
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     bias: bool = False  # [H, S, S], with its gradient
     window: int = 0  # causal, with so many keys to the left
     tensor: bool = False  # whether the mask is one tensor with a row for each query
+    holes: bool = False  # the first keys, and a window
     dims: tuple[int, ...] = (64,)
 
     def __str__(self):
@@ -48,9 +50,11 @@ CASES = [
     Case("padding+dropout+bias", padded=True, dropout_p=0.1, bias=True),
     Case("window", causal=True, window=128),
     Case("tgt_mask", causal=True, padded=True, tensor=True),
+    Case("global and window", holes=True),
 ]
 if GPU:
     CASES.append(Case("causal as a tensor", causal=True, tensor=True))
+    CASES.append(Case("global and window as a tensor", holes=True, tensor=True))
     CASES.append(Case("tgt_mask+dropout", causal=True, padded=True, dropout_p=0.1, tensor=True))
 SHORT = 256  # on a CPU without --slow the cases after the headline end here
 PROVIDERS = available("torch", *FORCED, "flash-attn", "flash-attn 3", "flex", "tutorial")
@@ -65,12 +69,13 @@ def test_attention(
     measure, differentiated, request, device, dtype, batch, length, case, dim, mode, provider
 ):
     slow = request.config.getoption("slow")
-    if not (GPU or slow) and (case.bias or case.window or case.tensor) and length > SHORT:
+    more = case.bias or case.window or case.tensor or case.holes
+    if not (GPU or slow) and more and length > SHORT:
         pytest.skip(f"{case} above {SHORT} on a CPU: needs --slow")
     if provider == "packed" and (case.bias or case.causal or not case.padded):
         pytest.skip("nothing to pack, or a bias of queries and keys, which cannot be packed")
-    if provider.startswith("flash-attn") and case.bias:
-        pytest.skip("flash-attn takes no bias")
+    if provider.startswith("flash-attn") and (case.bias or case.holes):
+        pytest.skip("flash-attn takes no bias and no mask")
     if provider == "flash-attn 3" and case.dropout_p:
         pytest.skip("flash-attn 3 has no dropout")
     if provider == "flex":
@@ -115,7 +120,10 @@ def test_attention(
 
 
 def _part(case, length):
-    """Return the share of the pairs of query and key that causality and the window keep."""
+    """Return the share of the pairs of query and key that causality and the mask keep."""
+    if case.holes:
+        i = torch.arange(length)
+        return float(_holes(length)(0, 0, i[:, None], i).double().mean())
     if case.window:
         seen = min(case.window + 1, length)
         return (seen * length - seen * (seen - 1) / 2) / length**2
@@ -133,6 +141,9 @@ def _forward(provider, case, lengths, length):
             options["window"] = (case.window, None)
         if case.tensor:
             options = {"attn_mask": _mask(case, lengths, length)}
+        elif case.holes:
+            blocks = ff.block_mask(_holes(length), Sq=length, Sk=length, device=lengths.device)
+            options = {"attn_mask": blocks}
 
         def forward(q, k, v, bias=None):
             with ff.use_backend(provider):
@@ -143,7 +154,8 @@ def _forward(provider, case, lengths, length):
         return forward
 
     mask = None
-    if case.padded or case.window or case.tensor or (causal and provider == "tutorial"):
+    masked = case.padded or case.window or case.tensor or case.holes
+    if masked or (causal and provider == "tutorial"):
         mask = _mask(case, lengths, length)
     if provider == "tutorial":
         return lambda q, k, v, bias=None: tutorial_attention(q, k, v, mask, p, bias)
@@ -171,7 +183,14 @@ def _mask(case, lengths, length):
         mask = mask & (positions <= positions[:, None])
     if case.window:
         mask = mask & (positions >= positions[:, None] - case.window)
+    if case.holes:
+        mask = mask & _holes(length)(0, 0, positions[:, None], positions)
     return mask
+
+
+def _holes(length):
+    """Return the mask_mod of `global and window`."""
+    return lambda b, h, i, j: ((i - j).abs() <= length // 16) | (j < length // 128)
 
 
 def _packed(p, lengths):
@@ -216,11 +235,18 @@ def _flash_attn(provider, case, lengths):
 
 
 def _flex(case, lengths, length):
-    """Build the mask of FlexAttention in every call, since every batch has other lengths."""
+    """Build the mask of FlexAttention in every call, since every batch has other lengths, or before
+    if all have the same.
+    """
     from torch.nn.attention import flex_attention as flex
 
     attend = torch.compile(flex.flex_attention, dynamic=False)
     build = torch.compile(flex.create_block_mask, dynamic=False)
+    if case.holes:
+        mask = flex.create_block_mask(
+            _holes(length), None, None, length, length, device=lengths.device
+        )
+        return lambda q, k, v: attend(q, k, v, block_mask=mask)
 
     def visible(b, h, i, j):
         seen = j <= i if case.causal else j >= 0

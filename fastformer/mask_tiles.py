@@ -19,6 +19,8 @@ UNSEEN, WHOLE = 0, 1  # the slots of the two tiles that every table of bits begi
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Rows = Callable[[int, int, range], Tensor]
 Shape = tuple[int, int, int, int]  # [B, H, Sq, Sk]
+Band = tuple[int | None, int | None]
+Device = torch.device | str | None
 _CHUNK = 1 << 22  # elements that `block_mask` computes at a time, if a row of tiles is not larger
 
 
@@ -51,6 +53,10 @@ class BlockMask:
         bit j % 32 of word 2 i + j // 32. Equal tiles share a slot, in rows and in columns. Slot 0
         has no bit set, and slot 1 has all of them set.
 
+    band: (left, right) if query i sees exactly the keys i - left <= j <= i + right, None for a side
+        without a bound: attention then takes `is_causal` or `window` instead of the tiles. None for
+        other masks, and for those that are not known to be one.
+
     `mask & other` and `mask | other` combine masks of the same Sq and Sk; `mask[1:3]` selects
     sequences, and `mask[:, 0]` heads, both of which keep their dimensions; `mask == other` compares
     the elements. A mask can be pickled, and it is a node of torch's pytrees.
@@ -58,8 +64,11 @@ class BlockMask:
 
     dtype = torch.bool
 
-    def __init__(self, shape: Shape, spans: Tensor, lists: Tensor, bits: Tensor) -> None:
+    def __init__(
+        self, shape: Shape, spans: Tensor, lists: Tensor, bits: Tensor, band: Band | None = None
+    ) -> None:
         self.shape, self.spans, self.lists, self.bits = shape, spans, lists, bits
+        self.band = band
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,9 +93,8 @@ class BlockMask:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BlockMask:
         """Return the mask on another device."""
-        return BlockMask(
-            self.shape, *(x.to(device, non_blocking=non_blocking) for x in self.tensors)
-        )
+        spans, lists, bits = (x.to(device, non_blocking=non_blocking) for x in self.tensors)
+        return BlockMask(self.shape, spans, lists, bits, self.band)
 
     def slots(self) -> Tensor:
         """Return the slot in `bits` of every tile, [B, H, R, C] int32."""
@@ -129,6 +137,105 @@ class BlockMask:
 
     __hash__ = None  # type: ignore[assignment]
 
+    # Usual masks of S queries and S keys.
+
+    @staticmethod
+    def window(S: int, left: int | None, right: int | None, *, device: Device = None) -> BlockMask:
+        """Query i sees the keys i - left <= j <= i + right; None is no bound."""
+        _require_sizes(left=left, right=right)
+        i = _indices(S, device)
+        first = torch.zeros_like(i) if left is None else (i - left).clamp(min=0)
+        end = torch.full_like(i, S) if right is None else (i + right + 1).clamp(max=S)
+        mask = _between(first, end)
+        mask.band = left, right
+        return mask
+
+    @staticmethod
+    def causal(S: int, *, device: Device = None) -> BlockMask:
+        """Query i sees the keys j <= i."""
+        return BlockMask.window(S, None, 0, device=device)
+
+    @staticmethod
+    def prefix(S: int, length: int | Tensor, *, device: Device = None) -> BlockMask:
+        """Query i sees the keys j <= i, and all of the first `length`: an int, or [B] integers."""
+        lengths = torch.as_tensor(length, device=device).view(-1, 1)
+        i = _indices(S, lengths.device)
+        return _between(torch.zeros_like(i), torch.maximum(i + 1, lengths).clamp(max=S))
+
+    @staticmethod
+    def documents(ids: Tensor) -> BlockMask:
+        """Query i sees the keys of its document. ids: [S] or [B, S], the document of each token;
+        the tokens of a document are consecutive.
+        """
+        if ids.dim() not in (1, 2) or ids.is_floating_point():
+            raise ValueError(f"ids has shape {list(ids.shape)}; expected integers [S] or [B, S]")
+        ids = ids.view(1, -1) if ids.dim() == 1 else ids
+        i, n = _indices(ids.shape[1], ids.device), ids.shape[1]
+        changes = ids.diff() != 0
+        first = torch.where(F.pad(changes, (1, 0), value=True), i, 0).cummax(1)[0]
+        end = torch.where(F.pad(changes, (0, 1), value=True), i + 1, n).flip(1).cummin(1)[0].flip(1)
+        return _between(first, end)
+
+    @staticmethod
+    def longformer(S: int, window: int, tokens: int, *, device: Device = None) -> BlockMask:
+        """Query i sees the keys with |i - j| <= window; the first `tokens` see all keys, and all
+        queries see them. Source: Beltagy et al. 2020, "Longformer", section 3.1.
+        """
+        _require_sizes(window=window, tokens=tokens)
+        i = _indices(S, device)
+        rows = _between(torch.zeros_like(i), torch.where(i < tokens, S, 0))
+        columns = _between(torch.zeros_like(i), torch.full_like(i, min(tokens, S)))
+        return BlockMask.window(S, window, window, device=device) | rows | columns
+
+    @staticmethod
+    def bigbird(
+        S: int, window: int, tokens: int, blocks: int, seed: int = 0, *, device: Device = None
+    ) -> BlockMask:
+        """The mask of `longformer`, and for each 64 queries `blocks` random blocks of 64 keys.
+        Source: Zaheer et al. 2020, "Big Bird: Transformers for Longer Sequences", section 2.
+        """
+        _require_sizes(S=S, blocks=blocks)
+        n = -(-S // COLUMNS)
+        drawn = torch.rand(n, n, generator=torch.Generator().manual_seed(seed))
+        chosen = torch.zeros(n, n, dtype=torch.bool)
+        chosen.scatter_(1, drawn.topk(min(blocks, n))[1], True)
+        chosen = chosen.to(_indices(1, device).device)
+        mod: MaskMod = lambda b, h, i, j: chosen[i // COLUMNS, j // COLUMNS]  # noqa: E731
+        near = BlockMask.longformer(S, window, tokens, device=device)
+        return near | block_mask(mod, Sq=S, Sk=S, device=device)
+
+    @staticmethod
+    def sinks(S: int, tokens: int, window: int, *, device: Device = None) -> BlockMask:
+        """Query i sees the last `window` keys up to itself, and the first `tokens`. Source: Xiao et
+        al. 2023, "Efficient Streaming Language Models with Attention Sinks", section 3.
+        """
+        _require_sizes(tokens=tokens, window=window)
+        i = _indices(S, device)
+        first = _between(torch.zeros_like(i), (i + 1).clamp(max=tokens))
+        return BlockMask.window(S, max(0, window - 1), 0, device=device) | first
+
+    @staticmethod
+    def tree(parents: Tensor) -> BlockMask:
+        """Token i sees itself and its ancestors. parents: [S], the parent of each token, which
+        comes before it, or -1. Source: Miao et al. 2023, "SpecInfer", section 4.
+
+        Raises ValueError for a parent that does not come before its token.
+        """
+        known = parents.tolist()
+        if any(not -1 <= parent < i for i, parent in enumerate(known)):
+            raise ValueError("parents holds a token that does not come before its child")
+        sizes, enter, free = [1] * len(known), [0] * len(known), [0] * (len(known) + 1)
+        for i in reversed(range(len(known))):
+            if known[i] >= 0:
+                sizes[known[i]] += sizes[i]
+        for i, parent in enumerate(known):  # places in depth-first order; -1 is the last of `free`
+            enter[i] = free[parent]
+            free[parent] += sizes[i]
+            free[i] = enter[i] + 1
+        at, size = (torch.tensor(x, device=parents.device) for x in (enter, sizes))
+        mod: MaskMod = lambda b, h, i, j: (at[j] <= at[i]) & (at[i] < at[j] + size[j])  # noqa: E731
+        return block_mask(mod, Sq=len(known), Sk=len(known), device=parents.device)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
@@ -155,10 +262,13 @@ class BlockMask:
 _FIELDS = [torch.utils._pytree.GetAttrKey(name) for name in ("spans", "lists", "bits")]
 torch.utils._pytree.register_pytree_node(
     BlockMask,
-    lambda mask: (list(mask.tensors), mask.shape),
-    lambda tensors, shape: BlockMask(shape, *tensors),
+    lambda mask: (list(mask.tensors), (mask.shape, mask.band)),
+    lambda tensors, known: BlockMask(known[0], *tensors, known[1]),  # type: ignore[call-arg]
     serialized_type_name="fastformer.BlockMask",
-    flatten_with_keys_fn=lambda mask: (list(zip(_FIELDS, mask.tensors)), mask.shape),
+    flatten_with_keys_fn=lambda mask: (
+        list(zip(_FIELDS, mask.tensors)),
+        (mask.shape, mask.band),
+    ),
 )
 
 
@@ -208,7 +318,7 @@ def block_mask(
     Sq: int | None = None,
     Sk: int | None = None,
     *,
-    device: torch.device | str | None = None,
+    device: Device = None,
 ) -> BlockMask:
     """Return a mask of attention in tiles of 128 queries x 64 keys, for `attn_mask`.
 
@@ -239,13 +349,13 @@ def block_mask(
     Attention Kernels", section 4 (block masks).
     """
     sizes = [B, H, Sq, Sk]
-    for name, n in zip(("B", "H", "Sq", "Sk"), sizes):
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 0):
-            raise ValueError(f"{name} is {n!r}; expected a size, or None")
+    _require_sizes(B=B, H=H, Sq=Sq, Sk=Sk)
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     if isinstance(source, Tensor):
         if source.dtype != torch.bool:
             raise TypeError(f"source has dtype {source.dtype}; expected torch.bool")
+        if source.is_meta or source.layout != torch.strided:
+            raise ValueError("source has no values, or is sparse; expected a dense tensor")
         source = source.detach()
         shape = _sizes(tuple(source.shape), sizes)
         device = source.device if device is None else torch.device(device)
@@ -355,6 +465,39 @@ def _built(rows: Rows, shape: Shape, device: torch.device) -> BlockMask:
     empty = torch.empty(0, width, dtype=torch.int32, device=device)
     found = again[torch.cat([empty, *slots]).long()].view(batch, heads, height, width)
     return _listed(shape, found, bits)
+
+
+def _require_sizes(**sizes: object) -> None:
+    for name, n in sizes.items():
+        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 0):
+            raise ValueError(f"{name} is {n!r}; expected an int that is not negative")
+
+
+def _indices(length: int, device: Device) -> Tensor:
+    _require_sizes(S=length)
+    return torch.arange(length, device=device).view(1, -1)
+
+
+def _between(first: Tensor, end: Tensor) -> BlockMask:
+    """Return the mask in which query i of sequence b sees the keys first[b, i] <= j < end[b, i] of
+    S, given [B, S] or [1, S].
+    """
+    first, end = torch.broadcast_tensors(first, end)
+    batch, length = first.shape
+    rows, columns = -(-length // ROWS), -(-length // COLUMNS)
+    at = torch.arange(rows * ROWS, device=first.device).clamp(max=max(0, length - 1))
+    low, high = (x[:, at].view(batch, rows, 1, ROWS) for x in (first, end))
+    begin = torch.arange(columns, device=first.device).mul(COLUMNS)
+    whole = (low.amax(-1) <= begin) & (high.amin(-1) >= begin + COLUMNS)
+    part = (low.amin(-1) < begin + COLUMNS) & (high.amax(-1) > begin) & ~whole
+    slots, places = whole.int(), part.nonzero()
+    words = [torch.empty(0, WORDS, dtype=torch.int32, device=first.device)]
+    for b, t, c in (x.unbind(1) for x in places.split(512)):
+        j = begin[c].view(-1, 1, 1) + torch.arange(COLUMNS, device=first.device)
+        seen = (j >= low[b, t, 0].unsqueeze(2)) & (j < high[b, t, 0].unsqueeze(2))
+        words.append(_words(seen, len(b), 1))
+    slots[part], bits = _shared(torch.cat(words))
+    return _listed((batch, 1, length, length), slots.unsqueeze(1), bits)
 
 
 def _words(seen: Tensor, tiles: int, columns: int) -> Tensor:

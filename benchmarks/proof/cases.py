@@ -62,6 +62,10 @@ MASKS: dict[str, dict[str, Any]] = {
     },
     "2-D mask of numbers": {"bias": "mask bf16"},
     "unaligned 2-D mask, 2-D bias": {"mask": "2d", "bias": "2d bf16", "length": 4099},
+    "block mask": {"mask": "blocks"},
+    "block mask, 2-D bias, causal, lengths": {
+        "mask": "blocks", "bias": "2d bf16", "causal": True, "lengths": True,
+    },
 }  # fmt: skip
 NOTHING = dict(
     mask="", bias="", causal=False, lengths=False, window=None, alignment="top_left", alibi=False,
@@ -133,7 +137,14 @@ _BOTH = "", ", dropout"
 _EVERY = "2-D mask, 2-D bias, causal, lengths"
 _WITH_EVERY = [f"{_EVERY}, dropout"]
 _CAUSAL = "lengths, causal"
-_KINDS = list(MASKS)
+_KINDS = [kind for kind in MASKS if not kind.startswith("block mask")]
+_BLOCKS = "block mask, 2-D bias, causal, lengths"
+for _arch in ("sm_90", "sm_80"):
+    _add(_arch, "attention", "bf16", (64, 128), _dropped(["block mask"], *_BOTH))
+    _add(_arch, "attention", "bf16", (64, 128), _dropped([_BLOCKS]))
+_add("sm_90", "attention", "bf16", (256,), _dropped(["block mask", _BLOCKS]))
+_add("sm_90", "attention", "fp32", (64,), _dropped(["block mask"]))
+_add("sm_100", "attention", "bf16", (64, 128), ["block mask"])
 _add("sm_90", "attention", "bf16", (64, 128, 256), _dropped(_KINDS[:6], *_BOTH))
 _add("sm_90", "attention", "bf16", (64, 128, 256), _dropped(_KINDS[6:10]))
 _add("sm_90", "attention", "bf16", (64, 128), _dropped(_KINDS[10:]))

@@ -327,11 +327,18 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
         saved = attention.packed_forward(*arguments, False)
         attention.packed_backward(torch.empty_like(saved[0]), None, *arguments, *saved, needs)
         return
+    blocks = {}
+    if case["mask"] == "blocks":
+        case = {**case, "mask": ""}
+        tiles = length // 128 + length // 64
+        blocks["mask_spans"] = empty(batch, 1, tiles, 5, dtype=torch.int32)
+        blocks["mask_lists"] = empty(3, 4096, dtype=torch.int16)
+        blocks["mask_bits"] = empty(1024, 256, dtype=torch.int32)
     mask, bias = given(case, "mask", masks), given(case, "bias", biases)
     recorder.large = {x.untyped_storage()._cdata for x in (mask, bias) if x is not None}
     lengths = empty(batch, dtype=torch.int32) if case["lengths"] else None
     shard = Shard(*case["shard"]) if case["shard"] else None
-    options = described(case, heads, mask, bias, key_lengths=lengths, shard=shard)
+    options = described(case, heads, mask, bias, key_lengths=lengths, shard=shard, **blocks)
     arguments = pack([query, key, value, options])
     saved = attention.forward(*arguments, False)
     needs[3] = bias is not None and not case["bias"].startswith("mask")

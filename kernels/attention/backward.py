@@ -17,6 +17,17 @@ from .bounds import (
     reads_no_mask,
     split_at_run,
 )
+from .lists import (
+    COLUMNS,
+    ROWS,
+    find_slot,
+    listed_keys,
+    listed_members,
+    listed_spans,
+    listed_tile,
+    load_lists,
+    with_lists,
+)
 from .scores import (
     Indices,
     clamp,
@@ -226,9 +237,12 @@ def _dkdv_tiles(
     lo, hi, jump, gap = span
     call, queries = head.call, head.sequence.queries
     inv_keep, q_stride = call.factors.inv_keep, call.strides.query_row
-    for i0 in tl.range(lo, hi, tile.rows):
+    STEP: tl.constexpr = 1 if has.lists else tile.rows
+    for i0 in tl.range(lo, hi, STEP):
         if has.bounds:
             i0 = tl.where(i0 < jump, i0, i0 + gap)
+        if has.lists:
+            i0, slot = listed_tile(i0, head.lists, tile.rows, ROWS, has, EDGE)
         i0 = tl.multiple_of(i0, tile.rows)
         i = i0 + tl.arange(0, tile.rows)
         r = tl.minimum(i, queries - 1)
@@ -239,7 +253,10 @@ def _dkdv_tiles(
         peak, offset, delta = _row_statistics(rows.statistics, i, queries, has)
         s = tl.dot(own.k, tl.trans(q), input_precision=tile.precision)  # [BN, BM]
         at = Indices(i[None, :], own.columns[:, None], r[None, :])
-        s, tanh = scores(s, at, own.keys, head, tile, has, EDGE)
+        keys = own.keys
+        if has.lists and EDGE:
+            keys = listed_keys(keys, slot, i0, own.start, head.lists, tile, has, True)
+        s, tanh = scores(s, at, keys, head, tile, has, EDGE)
         if has.separate_max:
             s -= peak[None, :]
         p = tl.math.exp2(shifted(s, offset[None, :], head, has))
@@ -270,7 +287,18 @@ def _dkdv_tiles(
 def _dkdv_of_head(state, queries, bounds, own, rows, head, tile: tl.constexpr, has: tl.constexpr):
     """Add all queries of a head to the `state`; `queries` are those of `_queries_of_keys`."""
     lo, unmasked_begin, unmasked_end, hi = queries
-    if has.bounds:
+    if has.lists:
+        if not tile.split:
+            queries = lo, lo, lo, hi
+        lists, run, whole, edge = listed_spans(queries, bounds, tile.rows, ROWS, has)
+        head = with_lists(head, lists)
+        if tile.split:
+            RUN: tl.constexpr = inside_run(has)
+            state = _dkdv_tiles(state, run, own, rows, head, tile, RUN, False)
+        if has.lists == 1:
+            state = _dkdv_tiles(state, whole, own, rows, head, tile, has, False)
+        return _dkdv_tiles(state, edge, own, rows, head, tile, has, True)
+    elif has.bounds:
         edge, run = split_at_run(queries, bounds, tile.rows, has)
         if tile.split:
             INSIDE: tl.constexpr = inside_run(has)
@@ -372,6 +400,8 @@ def backward_dkdv_kernel(
         rows = _HeadRows(q_base, do_base, do_strides.row, statistics)
         state = dk, dv, tl.zeros([tile.columns], tile.acc)
         bounds = load_bounds_of_keys(call, b, h, n0, sequence.queries, tile, has)
+        if has.lists:
+            bounds = load_lists(optional, strides, sizes, b, h, n0, True)
         dk, dv, dbias = _dkdv_of_head(state, queries, bounds, own, rows, head, tile, has)
         if has.key_grad:
             place = DBIAS + first_key(batch_head, h, sequence, sizes, has)
@@ -393,11 +423,11 @@ def backward_dkdv_kernel(
 def _probabilities(
     s, at, keys, statistics, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Return P and the tanh of the softcap, [BM, BN] each, from s = q . k. `keys` are [BN] and
-    `statistics` [BM].
+    """Return P and the tanh of the softcap, [BM, BN] each, from s = q . k. `keys` broadcast against
+    these, and `statistics` are [BM].
     """
     at = Indices(at.i[:, None], at.j[None, :], at.r[:, None])
-    s, tanh = scores(s, at, in_rows(keys, has), head, tile, has, EDGE)
+    s, tanh = scores(s, at, keys, head, tile, has, EDGE)
     if has.separate_max:
         s -= statistics.peak[:, None]
     return tl.math.exp2(shifted(s, statistics.offset[:, None], head, has)), tanh
@@ -430,9 +460,12 @@ def _dq_tiles(
     strides = head.call.strides
     STAGES: tl.constexpr = 1 if SKIP and tile.recompute_masked else None
     GUARD: tl.constexpr = EDGE or SKIP
-    for n0 in tl.range(lo, hi, tile.columns, num_stages=STAGES):
+    STEP: tl.constexpr = 1 if has.lists else tile.columns
+    for n0 in tl.range(lo, hi, STEP, num_stages=STAGES):
         if has.bounds:
             n0 = tl.where(n0 < jump, n0, n0 + gap)
+        if has.lists:
+            n0, slot = listed_tile(n0, head.lists, tile.columns, COLUMNS, has, EDGE)
         n0 = tl.multiple_of(n0, tile.columns)
         j = n0 + tl.arange(0, tile.columns)
         rows = j
@@ -447,13 +480,30 @@ def _dq_tiles(
         )
         s = tl.dot(own.q, tl.trans(k), input_precision=tile.precision)
         at = Indices(own.i, rows, own.r)
-        p, tanh = _probabilities(s, at, keys, own.statistics, head, tile, has, EDGE)
+        shown = in_rows(keys, has)
+        if has.lists and EDGE:
+            shown = listed_keys(shown, slot, own.start, n0, head.lists, tile, has, False)
+        p, tanh = _probabilities(s, at, shown, own.statistics, head, tile, has, EDGE)
         dp = tl.dot(own.do, tl.trans(v), input_precision=tile.precision)
         ds = _score_gradient(p, dp, own.statistics.delta, (own.start, n0), head, tile, has)
         if has.softcap:
             ds = ds * (1.0 - tanh * tanh)
         dq = tl.dot(ds.to(k.dtype), k, dq, tile.precision, out_dtype=tile.acc)
     return dq
+
+
+@triton.jit
+def _dq_listed(
+    dq, tiles, lists, own, head, tile: tl.constexpr, has: tl.constexpr, SKIP: tl.constexpr
+):
+    """Add the tiles that a block mask leaves to dQ, see `split_at_run`."""
+    lists, run, whole, edge = listed_spans(tiles, lists, tile.columns, COLUMNS, has)
+    head = with_lists(head, lists)
+    INSIDE: tl.constexpr = inside_run(has)
+    dq = _dq_tiles(dq, run, own, head, tile, INSIDE, False, SKIP)
+    if has.lists == 1:
+        dq = _dq_tiles(dq, whole, own, head, tile, has, False, SKIP)
+    return _dq_tiles(dq, edge, own, head, tile, has, True, SKIP)
 
 
 @triton.jit
@@ -483,6 +533,8 @@ def backward_dq_kernel(
             return
     first = sequence.first_query + i0
     bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
+    if has.lists:
+        bounds = load_lists(optional, strides, sizes, b, h, i0, False)
 
     i = i0 + tl.arange(0, tile.rows)
     r = tl.minimum(tl.arange(0, tile.rows), queries - 1 - i0)
@@ -509,9 +561,11 @@ def backward_dq_kernel(
     i1 = i0 + tile.rows
     lo, hi = keys_of_rows(i0, i1, sequence.length, sequence.shift, band, tile, has)
     unmasked_begin, unmasked_end = unmasked_tiles(i0, sequence, band, tile, has)
-    if has.bounds:
+    tiles = lo, unmasked_begin, unmasked_end, hi
+    if has.lists:
+        dq = _dq_listed(dq, tiles, bounds, own, head, tile, has, SKIP)
+    elif has.bounds:
         INSIDE: tl.constexpr = inside_run(has)
-        tiles = lo, unmasked_begin, unmasked_end, hi
         edge, run = split_at_run(tiles, bounds, tile.columns, has)
         RUN_SKIP: tl.constexpr = SKIP and not reads_no_mask(has)
         dq = _dq_tiles(dq, run, own, head, tile, INSIDE, False, RUN_SKIP)
@@ -526,7 +580,10 @@ def backward_dq_kernel(
     if MASKED and tile.recompute_masked:  # a masked key or value may be NaN, and 0 * NaN is NaN
         total = tl.sum(dq)
         if total != total:
-            dq = _dq_tiles(start, (lo, hi, hi, 0), own, head, tile, has, True, True)
+            if has.lists:
+                dq = _dq_listed(start, tiles, bounds, own, head, tile, has, True)
+            else:
+                dq = _dq_tiles(start, (lo, hi, hi, 0), own, head, tile, has, True, True)
     dq = dq * factors.scale
     base = DQ + b * dq_strides.batch + h * dq_strides.head + first * dq_strides.row
     store_rows(base, r, dq_strides.row, ok, dq, tile.dim, tile.dim_block)
@@ -563,8 +620,10 @@ def _members_of_tile(call, shared, i0, n0, tile: tl.constexpr, has: tl.constexpr
         shift = moved(sizes, has)
         lo, hi = keys_of_rows(i0, i0 + tile.rows, sizes.keys, shift, call.band, tile, has)
         end = tl.where((n0 >= lo) & (n0 < hi), end, 0)
-    if has.bounds:
-        seen = Shared(shared.batch, shared.head, shared.heads, end)
+    seen = Shared(shared.batch, shared.head, shared.heads, end)
+    if has.lists:
+        begin, end = listed_members(call, seen, i0, n0)
+    elif has.bounds:
         begin, end = members_that_see(call.optional, call.strides, seen, i0, n0, tile)
     return begin, end
 
@@ -641,7 +700,11 @@ def backward_dbias_kernel(
         keys = key_row(head, rows, inside, tile, has, True)
         if has.mask == 1:  # a masked value may be NaN, and 0 * NaN is NaN
             dp = tl.where(keys.ok[None, :], dp, 0.0)
-        p, _ = _probabilities(s, Indices(i, rows, r), keys, statistics, head, tile, has, True)
+        shown = in_rows(keys, has)
+        if has.lists:
+            lists = load_lists(optional, strides, sizes, b, h, i0, False)
+            shown = listed_keys(shown, find_slot(lists, n0), i0, n0, lists, tile, has, False)
+        p, _ = _probabilities(s, Indices(i, rows, r), shown, statistics, head, tile, has, True)
         dbias += _score_gradient(p, dp, statistics.delta, (i0, n0), head, tile, has)
     base = DBIAS + own_b * dbias_strides.batch + own_h * dbias_strides.head
     base = base + first * dbias_strides.row + column

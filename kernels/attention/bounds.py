@@ -189,13 +189,13 @@ def reads_no_mask(has):
 
 @triton.constexpr_function
 def inside_run(has):
-    """Return the features of a tile inside of the run."""
+    """Return the features of a tile inside of the run, of bounds or of lists."""
     known = {name: getattr(has, name) for name in Features._fields}  # Triton 3.9 has no _replace
     if has.bounds == 2:
         known["bias"] = 0
     elif has.bias == 0:
         known["mask"] = 0
-    return Features(**{**known, "bounds": 0})
+    return Features(**{**known, "bounds": 0, "lists": 0})
 
 
 @triton.jit
@@ -212,7 +212,7 @@ def split_at_run(tiles, bounds, width: tl.constexpr, has: tl.constexpr):
     lo, begin, end, hi = tiles
     lo = tl.maximum(lo, bounds.first // width * width)
     hi = tl.maximum(tl.minimum(hi, bounds.last), lo)
-    if reads_no_mask(has):
+    if reads_no_mask(has) or has.lists:
         begin = tl.maximum(begin, bounds.run_begin)
         end = tl.minimum(end, bounds.run_end)
     # The division tells the compiler that the loads of a loop from `begin` are aligned. It rounds

@@ -350,6 +350,16 @@ def short_pays(
     return -(-pairs // processors) * group * rows * columns * factor <= dkdv + dq
 
 
+def in_block(tiles: Tiles, kernel: str) -> Tiles:
+    """Fit tiles to those of a block mask, 128 queries x 64 keys, of which they are a part. The
+    warps of dK and dV become as few as their keys.
+    """
+    BM, BN, warps, stages = tiles
+    if kernel == "dkdv" and BN > 64:
+        warps = max(4, warps * 64 // BN)
+    return Tiles(min(BM, 128), min(BN, 64), warps, stages)
+
+
 def heads_of_section(heads: int, size: int, cache: int) -> int:
     """Choose how many of a number of heads start their blocks together (`locate_block`): as many as
     have what their blocks read, `size` bytes a head, in the L2 cache, in sections of equal size.

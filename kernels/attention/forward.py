@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..common import LOG2E
 from .bounds import inside_run, load_bounds, reads_no_mask, split_at_run
+from .lists import COLUMNS, listed_keys, listed_spans, listed_tile, load_lists, with_lists
 from .scores import (
     Indices,
     first_row,
@@ -55,7 +56,7 @@ def forward_tiles(
     SKIP: tl.constexpr,
 ):
     """Update the online softmax with the key tiles lo, lo + BN, .. < hi, where (lo, hi) = span, or
-    with those of a span that jumps (see bounds.py).
+    with those of a span that jumps (see bounds.py) or of a list (see lists.py).
     `state` is the weighted sum of the values [BM, BDV], the sum of the weights [BM] and the running
     maximum of the scores [BM]. With SKIP the values of masked keys are not loaded and count as
     zero.
@@ -64,9 +65,12 @@ def forward_tiles(
     lo, hi, jump, gap = span
     strides = head.call.strides
     STAGES: tl.constexpr = 1 if SKIP and tile.recompute_masked else None
-    for n0 in tl.range(lo, hi, tile.columns, num_stages=STAGES):
+    STEP: tl.constexpr = 1 if has.lists else tile.columns
+    for n0 in tl.range(lo, hi, STEP, num_stages=STAGES):
         if has.bounds:
             n0 = tl.where(n0 < jump, n0, n0 + gap)
+        if has.lists:
+            n0, slot = listed_tile(n0, head.lists, tile.columns, COLUMNS, has, EDGE)
         n0 = tl.multiple_of(n0, tile.columns)
         j = n0 + tl.arange(0, tile.columns)
         rows = j
@@ -82,7 +86,10 @@ def forward_tiles(
         k = load_rows(work.key, k_rows, k_stride, inside, tile.dim, tile.dim_block, EDGE)
         s = tl.dot(work.q, tl.trans(k), input_precision=tile.precision)  # [BM, BN]
         at = Indices(work.i[:, None], rows[None, :], work.r[:, None])
-        s, _ = scores(s, at, in_rows(keys, has), head, tile, has, EDGE)
+        shown = in_rows(keys, has)
+        if has.lists and EDGE:
+            shown = listed_keys(shown, slot, work.start, n0, head.lists, tile, has, False)
+        s, _ = scores(s, at, shown, head, tile, has, EDGE)
         m_new = tl.maximum(m, tl.max(s, 1))
         base = m_new
         if EDGE or has.mask > 0 or has.bias > 0:  # a row without a key so far: -inf - -inf is NaN
@@ -106,6 +113,20 @@ def forward_tiles(
 
 
 @triton.jit
+def _listed_tiles(
+    state, tiles, lists, work, head, tile: tl.constexpr, has: tl.constexpr, SKIP: tl.constexpr
+):
+    """Update the online softmax with the tiles that a block mask leaves, see `split_at_run`."""
+    lists, run, whole, edge = listed_spans(tiles, lists, tile.columns, COLUMNS, has)
+    head = with_lists(head, lists)
+    INSIDE: tl.constexpr = inside_run(has)
+    state = forward_tiles(state, run, work, head, tile, INSIDE, False, SKIP)
+    if has.lists == 1:
+        state = forward_tiles(state, whole, work, head, tile, has, False, SKIP)
+    return forward_tiles(state, edge, work, head, tile, has, True, SKIP)
+
+
+@triton.jit
 def _forward_keys(start, work, head, bounds, tile: tl.constexpr, has: tl.constexpr):
     """Update the online softmax `start` with all keys that the queries may see: first those that
     the left side of the band cuts, then the tiles that need no mask, then the rest.
@@ -117,9 +138,11 @@ def _forward_keys(start, work, head, bounds, tile: tl.constexpr, has: tl.constex
     MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
     SKIP: tl.constexpr = MASKED and not tile.recompute_masked
     state = start
-    if has.bounds:
+    tiles = lo, unmasked_begin, unmasked_end, hi
+    if has.lists:
+        state = _listed_tiles(state, tiles, bounds, work, head, tile, has, SKIP)
+    elif has.bounds:
         INSIDE: tl.constexpr = inside_run(has)
-        tiles = lo, unmasked_begin, unmasked_end, hi
         edge, run = split_at_run(tiles, bounds, tile.columns, has)
         if reads_no_mask(has):
             state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
@@ -137,7 +160,10 @@ def _forward_keys(start, work, head, bounds, tile: tl.constexpr, has: tl.constex
     if MASKED and tile.recompute_masked:  # a masked value may be NaN, and 0 * NaN is NaN
         total = tl.sum(state[0])
         if total != total:
-            state = forward_tiles(start, (lo, hi, hi, 0), work, head, tile, has, True, True)
+            if has.lists:
+                state = _listed_tiles(start, tiles, bounds, work, head, tile, has, True)
+            else:
+                state = forward_tiles(start, (lo, hi, hi, 0), work, head, tile, has, True, True)
     return state
 
 
@@ -168,6 +194,8 @@ def forward_kernel(
             return
     first = sequence.first_query + i0
     bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
+    if has.lists:
+        bounds = load_lists(optional, strides, sizes, b, h, i0, False)
 
     i = i0 + tl.arange(0, tile.rows)
     r = tl.minimum(tl.arange(0, tile.rows), queries - 1 - i0)  # past the end: the last row

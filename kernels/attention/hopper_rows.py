@@ -158,6 +158,8 @@ def _obstacles(plan: Any, inputs: tuple[Tensor, ...], attention: Attention) -> I
         yield f"it takes no scale of {attention.scale}"
     if not all(x.numel() for x in inputs):
         yield "it takes no empty tensors"
+    if has.lists:
+        yield "it takes no block mask"
     if plan.tile.wide or any(_is_uncopied(x) for x in inputs):
         yield "TMA copies rows at multiples of 16 bytes, and less than 2^31 elements of a head"
     if inputs[2].shape[3] % 8:

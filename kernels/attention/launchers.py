@@ -41,7 +41,8 @@ def _forward_plan(
 ) -> ForwardPlan | DecodePlan:
     """Return the plan of a forward: split-KV for few queries, unless it was measured slower."""
     packed = attention.cu_seqlens_q is not None
-    if splits_keys(query.shape[2], key.shape[2], attention.dropout_p, packed):
+    few = splits_keys(query.shape[2], key.shape[2], attention.dropout_p, packed)
+    if few and attention.mask_spans is None:
         plan = DecodePlan(query, key, value, attention)
         if not plan.is_slower():
             return plan
@@ -146,8 +147,7 @@ def forward(query, key, value, *rest):
     """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
     [B, H, Sq, 2] or [0]), whatever `return_lse` is.
     """
-    attention = unpack(rest[:-1]).with_dense_mask(query.shape[2], key.shape[2])
-    return _run_forward(query, key, value, attention)
+    return _run_forward(query, key, value, unpack(rest[:-1]))
 
 
 def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
@@ -176,8 +176,7 @@ def backward(*arguments):
 def _gradients(grads, grad_output, grad_lse, query, key, value, *rest):
     *fields, output, lse, statistics, needs = rest
     saved = output, lse, statistics, tuple(needs)
-    attention = unpack(fields).with_dense_mask(query.shape[2], key.shape[2])
-    return _run_backward(grads, grad_output, grad_lse, *saved, query, key, value, attention)
+    return _run_backward(grads, grad_output, grad_lse, *saved, query, key, value, unpack(fields))
 
 
 # ------------------------------------------------------------------------------------------ packed
@@ -372,10 +371,10 @@ def describe(
         return "the keys are split over programs"
     if attention.cu_seqlens_q is not None:
         query, key, value = map(_heads_first, (query, key, value))
-    attention = attention.with_dense_mask(query.shape[2], key.shape[2])
     plan = _forward_plan(query, key, value, attention)
     found = ["the keys are split over programs"] * isinstance(plan, DecodePlan)
     found += ["the mask is bounded"] * (plan.source is not None)
+    found += ["only tiles that the mask shows are visited"] * (plan.has.lists > 0)
     inputs = query, key, value
     differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if differentiates:

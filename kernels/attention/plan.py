@@ -45,6 +45,7 @@ from .configurations import (
     bounds_pay,
     configuration,
     heads_of_section,
+    in_block,
     narrowed,
     parts_of_keys,
     rows,
@@ -163,14 +164,17 @@ def optional_inputs(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
     mask, bias, slopes = attention.attn_mask, attention.bias, attention.alibi_slopes
     starts, seed = attention.cu_seqlens_q, attention.dropout_seed
     lengths = attention.key_lengths if starts is None else attention.cu_seqlens_k
+    spans = attention.mask_spans
+    if spans is not None:
+        mask, starts = attention.mask_bits, attention.mask_lists
     return (
-        query if mask is None else mask.view(torch.uint8),
+        query if mask is None else mask.view(torch.uint8) if spans is None else mask,
         query if bias is None else bias,
         query if slopes is None else slopes,
         query if lengths is None else lengths,
         query if starts is None else starts,
         query if seed is None else seed,
-        query,  # bounds, which `BoundedLaunch` puts in
+        query if spans is None else spans,  # or bounds, which `BoundedLaunch` puts in
     )
 
 
@@ -217,6 +221,13 @@ class Plan:
             kinds.append(0 if x is None else 1 if x.stride(2) == 0 or q_rows == 1 else 2)
             strides.append((0, 0, 0, 0) if x is None else x.stride())
             wide = wide or (x is not None and _spans_int32(x))
+        spans, lists = attention.mask_spans, attention.mask_lists
+        of_lists: tuple[int, ...] = (0, 0, 0)
+        if spans is not None and lists is not None:
+            batch_step, head_step = (
+                step * (n > 1) for step, n in zip(spans.stride(), spans.shape[:2])
+            )
+            of_lists = batch_step, head_step, lists.shape[1]
         slopes: tuple[int, ...] = (0, 0)
         if attention.alibi_slopes is not None:
             slopes = attention.alibi_slopes.expand(self.batch, self.heads).stride()
@@ -255,14 +266,18 @@ class Plan:
             and attention.softcap is None
             and not self.separate_max,
             separate_max=self.separate_max,
+            lists=1 if spans is not None else 0,
             **{name: getattr(attention, name) for name in FLAGS},
         )
+        has = self.has
+        if has.lists and (has.left or has.right or has.lengths or has.shard):
+            self.has = has._replace(lists=2)
         rows = (*self.strides(query), *self.strides(key), *self.strides(value))
         group = self.heads // max(1, self.groups)
         softcap = 1.0 if attention.softcap is None else attention.softcap
         lengths = self.q_length, self.k_length, q_rows, k_rows
         self.arguments: dict[str, Any] = dict(
-            strides=Strides(*rows, *strides[0], *strides[1], *slopes),
+            strides=Strides(*rows, *strides[0], *strides[1], *slopes, *of_lists),
             sizes=Sizes(self.heads, group, *lengths, attention.shard or 1),
             band=Band(left, right),
             factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)[:2]),
@@ -271,7 +286,7 @@ class Plan:
     def choose_bounds(self, kernel: str, attention: Attention) -> None:
         """Read bounds of the mask if they were measured to pay, or are expected to."""
         scores = self.batch, self.heads, self.q_length, self.k_length
-        source = bounds_source(attention, self.has, scores)
+        source = None if self.has.lists else bounds_source(attention, self.has, scores)
         if source is not None and self.may_read(source):
             ways = ["bounds", "all tiles"]
             shipped = ways[0 if self.bounds_pay(source) else 1]
@@ -351,11 +366,15 @@ class Plan:
         shipped = configuration(*given)
         if kernel == "delta":
             return shipped
+        if self.has.lists:
+            shipped = in_block(shipped, kernel)
 
         def options() -> list[Any]:
             forward = [row for row in self.for_hopper if row not in refused()]
             backward = self.backward_for_hopper.get(kernel, [])
             found = rows(kernel, self.dtype, self.head_block)
+            if self.has.lists:
+                found = list(dict.fromkeys(in_block(x, kernel) for x in found))
             return found + [GluonOption(row) for row in forward + backward]
 
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
@@ -390,7 +409,8 @@ class Plan:
         the blocks of a head different numbers of tiles.
         """
         groups = self.batch * self.groups
-        if has.left or has.right or (has.bounds and 2 in (has.mask, has.bias)):
+        cut = has.left or has.right or has.lists
+        if cut or (has.bounds and 2 in (has.mask, has.bias)):
             size = rows * (self.tile.dim + self.tile.value_dim) * self.dtype.itemsize
             section = heads_of_section(groups, size, l2_cache(self.device))
             if section and max(blocks, groups // section) <= MOST_PROGRAMS:
@@ -611,7 +631,10 @@ class BackwardPlan(Plan):
         self.cut |= self.source is not None
         if self.needs[1] and not self.short:
             strides = dict(dk_strides=dk, dv_strides=dv, do_strides=do)
-            has = self.has._replace(key_grad=key_grad)
+            # One loop less, which spills.
+            fewer = not self.tile.split or (self.has.dropout and self.head_block > 64)
+            lists = 2 if self.has.lists and fewer else self.has.lists
+            has = self.has._replace(key_grad=key_grad, lists=lists)
             self.add("dkdv", backward_dkdv_kernel, self.columns, has, **strides)
         self.dq_takes_bias = False  # whether its kernel takes the gradient of the bias, too
         if self.needs[0] and not self.short:

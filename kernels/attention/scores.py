@@ -43,13 +43,13 @@ class OptionalInputs(NamedTuple):
     it.
     """
 
-    mask: Any  # [B, H, Sq, Sk] as bytes; zero masks out
+    mask: Any  # [B, H, Sq, Sk] as bytes, zero masks out; or the bits of a block mask
     bias: Any  # [B, H, Sq, Sk]; in a packed batch [Tk]
     slopes: Any  # [B, H]
     lengths: Any  # [B] keys of each sequence; in a packed batch the offsets of its keys, [B + 1]
-    starts: Any  # [B + 1], the offsets of the queries in a packed batch
+    starts: Any  # [B + 1], the offsets of the queries in a packed batch; or a mask's lists
     seed: Any  # []
-    bounds: Any  # [B or 1, H or 1, tiles or 1, 4], see bounds.py
+    bounds: Any  # [B or 1, H or 1, tiles or 1, 4], see bounds.py; or the spans of a block mask
 
 
 class RowStrides(NamedTuple):
@@ -61,7 +61,9 @@ class RowStrides(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """The strides of the inputs and, expanded to [B, H, Sq, Sk] or [B, H], of `OptionalInputs`."""
+    """The strides of the inputs and, expanded to [B, H, Sq, Sk] or [B, H], of `OptionalInputs`.
+    For a block mask `bounds_tile` is the number of entries of its lists.
+    """
 
     query_batch: Any
     query_head: Any
@@ -156,6 +158,7 @@ class Features(NamedTuple):
     key_grad: Any = False  # whether a bias that is the same for all queries needs its gradient
     bounds: Any = 0  # whether the kernel reads bounds: 1 of the mask, 2 of the bias
     sections: Any = False  # whether the programs start section by section, see `locate_block`
+    lists: Any = 0  # 1 if the mask is a block mask, 2 if a band or lengths cut it, see lists.py
 
 
 # -------------------------------------------------------------------- groups that a program makes
@@ -192,6 +195,7 @@ class Head(NamedTuple):
     slope: Any  # of ALiBi, in base 2, or one for each row
     sequence: Any
     call: Any
+    lists: Any = 0  # `Lists` of a block mask
 
 
 class Indices(NamedTuple):

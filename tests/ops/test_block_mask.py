@@ -174,6 +174,10 @@ WRONG = {
         TypeError,
         "mask_mod returned dtype",
     ),
+    "a window of -1": (lambda: ff.BlockMask.window(9, -1, 0), ValueError, "left is -1"),
+    "a length of 2.5": (lambda: ff.BlockMask.causal(2.5), ValueError, "S is 2.5"),
+    "a child first": (lambda: ff.BlockMask.tree(torch.tensor([-1, 2, 0])), ValueError, "parents"),
+    "ids of floats": (lambda: ff.BlockMask.documents(torch.ones(3)), ValueError, "ids has"),
     "too long": (
         lambda: ff.block_mask((torch.ones(1, 1) > 0), Sq=1, Sk=(64 << 15) + 1),
         ValueError,
@@ -187,6 +191,75 @@ def test_wrong_sources(case):
     build, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         build()
+
+
+def patterns(n):
+    """The named masks of n tokens, and the same as tensors."""
+    named = ff.BlockMask
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    ids = torch.tensor([4, 4, 0, 7, 7, 7, 7]).repeat_interleave(n // 6)[:n]
+    generator = torch.Generator().manual_seed(0)
+    parents = [-1] + [int(torch.randint(-1, k, (), generator=generator)) for k in range(1, n)]
+    above = torch.eye(n, dtype=torch.bool)
+    for child, parent in enumerate(parents):
+        if parent >= 0:
+            above[child] |= above[parent]
+    near, lengths = (i - j).abs() <= 30, torch.tensor([10, n // 2]).view(2, 1, 1, 1)
+    return {
+        "causal": (named.causal(n), j <= i),
+        "window": (named.window(n, 20, 3), (i - 20 <= j) & (j <= i + 3)),
+        "window to the right": (named.window(n, 0, None), j >= i),
+        "prefix": (named.prefix(n, 77), (j <= i) | (j < 77)),
+        "prefixes": (named.prefix(n, lengths.flatten()), (j <= i) | (j < lengths)),
+        "documents": (named.documents(ids), ids[:, None] == ids),
+        "longformer": (named.longformer(n, 30, 9), near | (i < 9) | (j < 9)),
+        "sinks": (named.sinks(n, 4, 50), (j <= i) & ((i - j < 50) | (j < 4))),
+        "tree": (named.tree(torch.tensor(parents)), above),
+    }
+
+
+@pytest.mark.parametrize("n", [1, 300])
+@pytest.mark.parametrize("name", patterns(6))
+def test_named_masks(name, n):
+    mask, dense = patterns(n)[name] if n > 1 else patterns(1)[name]
+    assert torch.equal(mask.dense(), dense.expand(mask.shape))
+    assert mask == ff.block_mask(dense)
+
+
+def test_bigbird():
+    near, mask = ff.BlockMask.longformer(512, 30, 9), ff.BlockMask.bigbird(512, 30, 9, 2, seed=3)
+    assert (mask & near) == near and mask == ff.BlockMask.bigbird(512, 30, 9, 2, seed=3)
+    assert mask != ff.BlockMask.bigbird(512, 30, 9, 2, seed=4)
+    added = (mask.dense() & ~near.dense())[0, 0].view(8, 64, 8, 64).any(1).any(-1)
+    assert (added.sum(1) <= 2).all() and added.sum() > 8
+
+
+def test_bands_become_flags(device, monkeypatch):
+    """A mask that is known to be causal or a window; not beside such flags, nor in a shard."""
+    from fastformer.dispatch import backends
+
+    calls, run = [], backends.run
+    monkeypatch.setattr(backends, "run", lambda op, **x: calls.append(x) or run(op, **x))
+    x, plain = torch.randn(1, 2, 300, 8), ff.BlockMask.sinks(300, 4, 50)
+    causal, window = ff.BlockMask.causal(300), ff.BlockMask.window(300, 20, 3)
+    cases = [
+        (causal, {}, (True, None, False)),
+        (window, {}, (False, (20, 3), False)),
+        (window, dict(is_causal=True), (True, None, True)),
+        (causal, dict(window=(9, 9)), (False, (9, 9), True)),
+        (plain, {}, (False, None, True)),
+        (causal | plain, {}, (False, None, True)),
+        (pickle.loads(pickle.dumps(window)), {}, (False, (20, 3), False)),
+    ]
+    for mask, more, (is_causal, sides, tiles) in cases:
+        out = ff.scaled_dot_product_attention(x, x, x, mask, softcap=9.0, **more)
+        found = calls[-1]["attention"]
+        assert (found.is_causal, found.window) == (is_causal, sides)
+        assert (found.mask_spans is not None) == tiles and found.attn_mask is None
+        want = ff.scaled_dot_product_attention(x, x, x, mask.dense(), softcap=9.0, **more)
+        torch.testing.assert_close(out, want)
+    with pytest.raises(ValueError, match="BlockMask of shape"):
+        ff.scaled_dot_product_attention(x, x, x, ff.BlockMask.causal(299))
 
 
 # ----------------------------------------------------------------------------------- attention

@@ -309,6 +309,7 @@ CALLS = {
     "attend": attend,
     "mask": lambda: attend(attn_mask=torch.ones(1, 1, 20, 24) > 0),
     "mask of keys": lambda: attend(sk=25, attn_mask=torch.ones(1, 1, 1, 25) > 0),
+    "blocks": lambda: attend(140, 150, attn_mask=ff.block_mask(drawn(1, 2, 140, 150) > 0)),
     "bias": lambda: attend(bias=drawn(1, 2, 20, 24)),
     "bias of keys": lambda: attend(bias=drawn(1, 2, 1, 24)),
     "packed": packed,

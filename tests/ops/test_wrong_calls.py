@@ -331,6 +331,8 @@ CALLS = {
         progress=False, description="epoch", accumulation_steps=2, max_grad_norm=1.0,
         autocast=torch.bfloat16, scaler=torch.amp.GradScaler("cpu"), cuda_graph=False)),
     "load_model": lambda: (ff.load_model, lambda: dict(folder=saved(), device="cpu")),
+    "block_mask": lambda: (ff.block_mask, lambda: dict(
+        source=torch.ones(B, H, T, S) > 0, B=B, H=H, Sq=T, Sk=S, device="cpu")),
     "unpad": lambda: (ff.unpad, lambda: dict(x=floats(B, S, D), lengths=torch.tensor([S, 3]))),
     "pad": lambda: (ff.pad, lambda: dict(x=ids(8, 2), packing=packing(), value=7)),
     "Packing": lambda: (ff.Packing, lambda: dict(vars(packing()))),
@@ -361,7 +363,7 @@ DRAWS = dict(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=
 SEARCHES = "greedy_decode", "sample", "stream_tokens", "beam_search"
 # Public names without arguments that could be wrong, by reason.
 LEFT_OUT = {
-    "a result": ["Explanation", "Hypotheses", "Report", "Tuning"],
+    "a result": ["BlockMask", "Explanation", "Hypotheses", "Report", "Tuning"],
     "checked where a call takes it": ["RowShard", "Shard"],
     "several processes check it, in test_parallel.py": ["parallelize", "require_same_ranks"],
     "several processes check it, in test_context_parallel.py": ["context_parallel"],
@@ -487,7 +489,7 @@ LEGITIMATE = {
     "the 64 bits of a seed are read as a signed number": ["*.dropout_seed negative"],
     "it broadcasts": ["*.attn_mask short 0", "[as]*.bias short 0", "paged*.bias short 0",
         "*.attn_mask scalar", "scaled*.bias scalar", "attention_w*.bias scalar",
-        "paged*.bias scalar", "*Attention.[fc]*.bias scalar", "attention.mask scalar",
+        "block_mask.source scalar", "paged*.bias scalar", "*Attention.[fc]*.bias scalar", "attention.mask scalar",
         "attention.mask wrong rank"],
     "any leading sizes": [f"{op}.{x} short 0" for op, x in (("[rl]*_norm", "input"),
         ("feed_forward", "input"), ("*glu", "input"), ("embed", "tokens"))],
@@ -552,6 +554,7 @@ LEGITIMATE = {
 NAMED = {
     "target": ["*cross_entropy.* wrong rank", "*cross_entropy.* empty", "SimpleLossC*__call__.y *"],
     "normalized_shape": ["dropout_add_*_norm.weight *"],
+    "Device": ["block_mask.device empty"],  # of torch
     "mask": ["*.src_mask *", "*.tgt_mask *"],
     "tokens": [
         "EncoderDecoder.forward.??? *",

@@ -28,6 +28,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 ALIGNMENTS = ("top_left", "bottom_right")
 Scores = tuple[int, int, int, int]  # the shape of the scores, [B, H, Sq, Sk]
 Blocks = tuple[Tensor | None, Tensor | None, Tensor | None]  # the tensors of a BlockMask
+Window = Sequence[int | None] | None
 NO_BLOCKS: Blocks = (None, None, None)
 
 
@@ -197,6 +198,16 @@ def checked_blocks(mask: BlockMask, query: Tensor, scores: Scores) -> Blocks:
             f"{list(scores)} over sequences and heads"
         )
     return mask.tensors
+
+
+def as_flags(
+    mask: BlockMask, is_causal: bool, window: Window, query: Tensor, scores: Scores
+) -> tuple[BlockMask | None, bool, Window]:
+    """Return (mask, is_causal, window), without a mask that is a band, which the flags compute."""
+    if mask.band is None or is_causal or window is not None:
+        return mask, is_causal, window
+    checked_blocks(mask, query, scores)
+    return (None, True, None) if mask.band == (None, 0) else (None, False, mask.band)
 
 
 def _require_bias(name: str, bias: Tensor, query: Tensor) -> None:

@@ -32,6 +32,7 @@ from fastformer.ops.attention.arguments import (
     ALIGNMENTS,
     NO_BLOCKS,
     Scores,
+    as_flags,
     checked_blocks,
     checked_key_bias,
     checked_packed_shard,
@@ -190,6 +191,9 @@ def scaled_dot_product_attention(
     if shard is None and backends.sequences_are_sharded():
         scores = (*scores[:3], backends.full_length(scores[3]))  # with the global Sk
     blocks = NO_BLOCKS
+    if isinstance(attn_mask, BlockMask) and shard is None and causal_alignment == "top_left":
+        band = attn_mask, is_causal, window
+        attn_mask, is_causal, window = as_flags(*band, query, scores)
     if attn_mask is not None or bias is not None:
         attn_mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores, three)
     p = require_dropout("dropout_p", dropout_p)

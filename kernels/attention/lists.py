@@ -1,0 +1,228 @@
+"""Block masks in the kernels of attention: which tiles a program visits, and what it sees of them.
+
+A mask is kept in tiles of 128 queries x 64 keys; `fastformer.BlockMask` describes its tensors
+`spans`, `lists` and `bits`. A program owns queries or keys of one row or column of tiles. It visits
+
+    the longest run of whole tiles, as without a mask
+    the other whole tiles, whose places it reads from the list, without a mask
+    the partly seen tiles, of which it reads one bit for each element
+
+If a band or the lengths of the keys also hide keys (`has.lists` is 2), the second loop is left out:
+the third one computes its tiles, and those of the run that the band or the length cut. Their bits
+are all set.
+
+The tile of a kernel may be smaller than that of the mask, of which it then is a part.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .bounds import Bounds, split_at_run
+from .scores import Head, Keys
+
+ROWS, COLUMNS = tl.constexpr(128), tl.constexpr(64)  # queries and keys of a tile of a mask
+WORDS = tl.constexpr(256)  # of the bits of a tile
+WHOLE = tl.constexpr(1)  # the slot of the tile whose bits are all set
+
+
+class Lists(NamedTuple):
+    """The tiles of a row or a column of tiles.
+
+    The run is run_begin <= n < run_end, where n counts keys, or queries if the program owns keys.
+    The other whole tiles are the entries begin <= e < part of the list, and the partly seen tiles
+    are the entries part <= e < end.
+
+    Where a band or lengths cut them (see `listed_spans`), the last loop first visits `cut` tiles of
+    the run, from key or query `first` on, where those from `jump` on lie `gap` further. Then it
+    visits the entries from `begin` on, where those from `part` on lie `skip` further.
+    """
+
+    run_begin: Any
+    run_end: Any
+    begin: Any
+    part: Any
+    end: Any
+    tiles: Any  # pointer to the index of each entry; its slot follows in two halves
+    size: Any  # how many entries there are in all
+    bits: Any
+    cut: Any = 0
+    first: Any = 0
+    jump: Any = 0
+    gap: Any = 0
+    skip: Any = 0
+
+
+@triton.jit
+def load_lists(optional, strides, sizes, b, h, own, OWNS_KEYS: tl.constexpr):
+    """Return the `Lists` of the query, or the key if the program owns keys, number `own` of head h
+    of sequence b.
+    """
+    STEP: tl.constexpr = ROWS if OWNS_KEYS else COLUMNS
+    index = own // ROWS
+    if OWNS_KEYS:
+        index = tl.cdiv(sizes.queries, ROWS) + own // COLUMNS
+    place = optional.bounds + b * strides.bounds_batch + h * strides.bounds_head + index * 5
+    run, begin = tl.load(place), tl.load(place + 2)
+    run_end = run + tl.load(place + 1)
+    part = begin + tl.load(place + 3)
+    end = part + tl.load(place + 4)
+    size = strides.bounds_tile
+    return Lists(run * STEP, run_end * STEP, begin, part, end, optional.starts, size, optional.mask)
+
+
+@triton.jit
+def with_lists(head, lists):
+    """Return the head with the lists that its loops read."""
+    return Head(head.draws, head.mask, head.bias, head.slope, head.sequence, head.call, lists)
+
+
+@triton.jit
+def _entries_within(lists, begin, end, tiles, SIZE: tl.constexpr):
+    """Return which of the entries begin <= e < end, in ascending order, the band reaches; `tiles`
+    are those of `listed_spans`.
+    """
+    lo, hi = tiles[0] // SIZE, tl.cdiv(tiles[3], SIZE)
+    before, behind = 0, 0
+    for start in tl.range(begin, end, 128):
+        entry = start + tl.arange(0, 128)
+        index = tl.load(lists.tiles + entry, mask=entry < end, other=-1).to(tl.int32)
+        before += tl.sum(((index >= 0) & (index < lo)).to(tl.int32), 0)
+        behind += tl.sum((index >= tl.maximum(lo, hi)).to(tl.int32), 0)
+    return begin + before, end - behind
+
+
+@triton.jit
+def listed_spans(tiles, lists, width: tl.constexpr, SIZE: tl.constexpr, has: tl.constexpr):
+    """Return (lists, run, whole, edge). `run` is a span of keys or queries, see `split_at_run`,
+    whose argument `tiles` is. `whole` and `edge` are spans of the numbers that `listed_tile` takes,
+    for tiles that are `width` of the `SIZE` keys or queries of a tile of the mask.
+    """
+    PARTS: tl.constexpr = SIZE // width
+    if has.lists == 2:
+        bounds = Bounds(lists.run_begin, lists.run_begin, lists.run_end, lists.run_end)
+        cut, run = split_at_run(tiles, bounds, width, has)
+        first, last, jump, gap = cut
+        cut = tl.cdiv(last - first, width)
+        begin, whole = _entries_within(lists, lists.begin, lists.part, tiles, SIZE)
+        part, end = _entries_within(lists, lists.part, lists.end, tiles, SIZE)
+        edge = 0, cut + (whole - begin + end - part) * PARTS, 0, 0
+        lists = Lists(
+            lists.run_begin, lists.run_end, begin, whole, end, lists.tiles, lists.size, lists.bits,
+            cut, first, jump, gap, part - whole,
+        )  # fmt: skip
+        return lists, run, (0, 0, 0, 0), edge
+    else:
+        run = lists.run_begin, tl.minimum(lists.run_end, tiles[3]), 0, 0
+        whole = lists.begin * PARTS, lists.part * PARTS, 0, 0
+        return lists, run, whole, (lists.part * PARTS, lists.end * PARTS, 0, 0)
+
+
+@triton.jit
+def _slot(lists, entry, ok):
+    """Return the slot of an entry, or 0 if `ok` is False. It is stored in halves, because the
+    compiler would copy a scalar of 32 bits through shared memory, and then no keys ahead.
+    """
+    low = tl.load(lists.tiles + lists.size + entry, mask=ok, other=0).to(tl.int32) & 0xFFFF
+    return low | (
+        tl.load(lists.tiles + 2 * lists.size + entry, mask=ok, other=0).to(tl.int32) << 16
+    )
+
+
+@triton.jit
+def listed_tile(
+    p, lists, width: tl.constexpr, SIZE: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
+):
+    """Return the first key, or query, of tile number p of a span of `listed_spans`, and with EDGE
+    its slot.
+    """
+    PARTS: tl.constexpr = SIZE // width
+    listed = p >= 0
+    if has.lists == 2:
+        n0 = lists.first + p * width
+        n0 = tl.where(n0 < lists.jump, n0, n0 + lists.gap)
+        p = p - lists.cut
+        listed = p >= 0
+        p = lists.begin * PARTS + p
+    entry = p // PARTS if PARTS > 1 else p
+    within = (p - entry * PARTS) * width
+    if has.lists == 2:
+        entry = tl.where(entry < lists.part, entry, entry + lists.skip)
+        index = tl.load(lists.tiles + entry, mask=listed, other=0).to(tl.int32)
+    else:
+        index = tl.load(lists.tiles + entry).to(tl.int32)
+    start = index * SIZE
+    if PARTS > 1:
+        start += within
+    slot = 0
+    if EDGE:
+        slot = _slot(lists, entry, listed)
+    if has.lists == 2:
+        start = tl.where(listed, start, n0)
+        slot = tl.where(listed, slot, WHOLE)
+    return start, slot
+
+
+@triton.jit
+def listed_keys(
+    keys, slot, i0, n0, lists, tile: tl.constexpr, has: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Return `keys` of the tile at (i0, n0), of whose elements the bits of a slot say which of them
+    are seen: `keys.ok` is [BM, BN], or [BN, BM] if TRANSPOSED.
+
+    Bit j of a word is shifted in two steps, of which the first is the same for all elements that a
+    thread has in a product.
+    """
+    i = i0 % ROWS + tl.arange(0, tile.rows)
+    j = tl.arange(0, tile.columns)
+    if tile.columns < 32:
+        j += n0 % 32
+    base = lists.bits + slot.to(tl.int64) * WORDS + n0 % COLUMNS // 32
+    if TRANSPOSED:
+        i, j = i[None, :], j[:, None]
+    else:
+        i, j = i[:, None], j[None, :]
+    if tile.columns == COLUMNS and TRANSPOSED:  # a thread has few keys of many queries
+        pairs = tl.load(base.to(tl.pointer_type(tl.int64)) + i)
+        seen = ((pairs >> (j & 38)).to(tl.int32) & (1 << (j & 25))) != 0
+    else:
+        words = tl.load(base + i * 2)
+        if tile.columns == COLUMNS:
+            words = tl.where(j < 32, words, tl.load(base + i * 2 + 1))
+        seen = ((words >> (j & 6)) & (1 << (j & 25))) != 0
+    if has.lists == 2 or has.bias == 1:
+        seen = keys.ok & seen
+    return Keys(seen, keys.bias)  # no bit is set past the last key
+
+
+@triton.jit
+def find_slot(lists, n0):
+    """Return the slot of the tile of the mask that holds key n0, or 0 if no query sees it."""
+    found = -1
+    for start in tl.range(lists.begin, lists.end, 128):
+        entry = start + tl.arange(0, 128)
+        index = tl.load(lists.tiles + entry, mask=entry < lists.end, other=-1).to(tl.int32)
+        found = tl.maximum(found, tl.max(tl.where(index == n0 // COLUMNS, entry, -1), 0))
+    slot = _slot(lists, found, found >= 0)
+    return tl.where((n0 >= lists.run_begin) & (n0 < lists.run_end), WHOLE, slot)
+
+
+@triton.jit
+def listed_members(call, shared, i0, n0):
+    """Return (begin, end) as `members_that_see` does, read from lists. If all members have the same
+    mask, only the first one is looked up.
+    """
+    strides = call.strides
+    one = strides.bounds_batch + strides.bounds_head == 0
+    begin, end = shared.members, 0
+    for member in tl.range(0, tl.where(one, tl.minimum(shared.members, 1), shared.members)):
+        b = shared.batch + member // shared.heads
+        h = shared.head + member % shared.heads
+        lists = load_lists(call.optional, strides, call.sizes, b, h, i0, False)
+        seen = find_slot(lists, n0) > 0
+        begin = tl.where(seen, tl.minimum(begin, member), begin)
+        end = tl.where(seen, tl.where(one, shared.members, member + 1), end)
+    return begin, end

@@ -1,0 +1,206 @@
+"""The kernels with block masks: which tiles they visit, and results in tiles of other sizes."""
+
+import pytest
+import torch
+from mutants import LISTS
+from test_block_mask import attend, inputs
+
+import fastformer as ff
+from fastformer import use_backend
+
+plan = pytest.importorskip("fastformer.kernels.attention.plan")
+
+N = 450
+
+
+def patterns():
+    """Masks [N, N] by name, with and without holes."""
+    i, j = torch.arange(N)[:, None], torch.arange(N)
+    causal, near = j <= i, (i - j).abs() <= 30
+    generator = torch.Generator().manual_seed(3)
+    parents = [int(torch.randint(max(0, n - 6), n, (), generator=generator)) for n in range(1, 29)]
+    above = torch.eye(29, dtype=torch.bool)
+    for node, parent in enumerate(parents, 1):
+        above[node] |= above[parent]
+    blocks = torch.rand(8, 8, generator=generator) < torch.tensor([[0.3]])
+    document = torch.bucketize(torch.arange(N), torch.tensor([90, 100, 300]), right=True)
+    found = {
+        "causal": causal,
+        "documents": causal & (document[:, None] == document),
+        "prefix": causal | (j < 200),
+        "padding": j < 300,
+        "padding on the left": j >= 200,
+        "window": causal & (i - j < 70),
+        "Longformer": near | (i < 3) | (j < 3),
+        "BigBird": near | (i < 64) | (j < 64) | blocks[i // 64, j // 64],
+        "sinks and window": causal & ((i - j < 40) | (j < 4)),
+        "tree": causal & above[i // 16, j // 16],
+        "blocks": blocks[i // 64, j // 64],
+        "both ends": (j < 64) | (j >= 400),
+        "every other 64 keys": j // 64 % 2 == 0,
+        "elements": torch.rand(N, N, generator=generator) < 0.3,
+        "none": j < 0,
+    }
+    return {name: mask.expand(N, N) for name, mask in found.items()}
+
+
+PATTERNS = patterns()
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_tiles_that_are_visited(work, name):
+    """Those of which an element is seen, forward and backward; and only of those that are partly
+    seen the bits are read.
+    """
+    mask = PATTERNS[name]
+    tiles = torch.zeros(512, 512, dtype=torch.bool)
+    tiles[:N, :N] = mask
+    seen = int(tiles.view(4, 128, 8, 64).any(3).any(1).sum())
+    x = [torch.randn(1, 1, N, 16, requires_grad=True) for _ in range(3)]
+    block, out = ff.block_mask(mask), []
+    slots = block.slots()
+    whole, part = int((slots == 1).sum()), int((slots > 1).sum())
+    assert seen == whole + part
+    with use_backend("triton"):
+        found = work(lambda: out.append(ff.scaled_dot_product_attention(*x, block)))
+        assert (found.products, found.launches) == (2 * seen, 1)
+        listed = int(block.spans[0, 0, :4, 3].sum())
+        # Of each program five numbers of its spans and the queries. Of a whole tile keys and
+        # values, and its place if it is in a list; of a part also its slot, and two words a query.
+        assert found.unmasked == 4 * 6 + 2 * whole + listed + 3 * part
+        assert work(out[0].sum().backward).products == 3 * seen + 4 * seen
+
+
+@pytest.mark.parametrize("name", ["documents", "Longformer", "BigBird", "both ends", "none"])
+def test_tiles_that_a_band_and_lengths_leave(work, name):
+    """Of those that the mask shows, the ones within them."""
+    mask, i, j = PATTERNS[name], torch.arange(N)[:, None], torch.arange(N)
+    band = (j <= i) & (j >= i - 170) & (j < 390)
+    reached = torch.zeros(2, 512, 512, dtype=torch.bool)
+    reached[0, :N, :N], reached[1, :N, :N] = mask, band
+    seen, within = reached.view(2, 4, 128, 8, 64).any(4).any(2)
+    options = dict(key_lengths=torch.tensor([390]), window=(170, 0))
+    x, out = [torch.randn(1, 1, N, 16, requires_grad=True) for _ in range(3)], []
+    block, visited = ff.block_mask(mask), int((seen & within).sum())
+    with use_backend("triton"):
+        found = work(lambda: out.append(ff.scaled_dot_product_attention(*x, block, **options)))
+        assert found.products == 2 * visited
+        assert work(out[0].sum().backward).products == 7 * visited
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "window from below": dict(window=(150, 10), causal_alignment="bottom_right"),
+    "lengths": dict(key_lengths=torch.tensor([420, 131])),
+    "lengths, causal, dropout": dict(
+        key_lengths=torch.tensor([420, 131]), is_causal=True, dropout_p=0.3, dropout_seed=5
+    ),
+    "window to the left": dict(window=(90, None), softcap=3.0),
+    "dropout": dict(dropout_p=0.3, dropout_seed=5),
+}
+
+
+OF_OTHER_SIZES = [
+    pytest.param(blocks, name, case, marks=[] if often else pytest.mark.with_all)
+    for blocks in ((128, 64), (64, 32), (32, 64), (128, 16))
+    for name in ("BigBird", "both ends", "prefix", "sinks and window")
+    for case in OPTIONS
+    for often in [name == "BigBird" and (blocks == (64, 32) or case.endswith("dropout"))]
+]
+
+
+@pytest.mark.parametrize("blocks, name, case", OF_OTHER_SIZES, ids=str)
+def test_tiles_of_other_sizes(against_oracle, tiles, blocks, name, case):
+    """A tile of a kernel is a part of a tile of the mask; a band and lengths cut both."""
+    tiles(*blocks)
+    mask = PATTERNS[name][:333, :420]
+    with use_backend("triton"):
+        against_oracle(attend(mask), inputs("cpu", sq=333, sk=420, h=1), **OPTIONS[case])
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32])
+def test_views_of_heads_that_share_keys(against_oracle, kind):
+    """Queries, keys and values that lie side by side, with a mask of each head."""
+    names = "BigBird", "documents", "none", "every other 64 keys"
+    mask = torch.stack([PATTERNS[name][:200, :200] for name in names])
+    projected = torch.randn(2, 200, 8, 24).to(kind).transpose(1, 2)
+    tensors = dict(zip(("query", "key", "value"), projected.split([4, 2, 2], 1)))
+    tensors |= dict(bias=torch.randn(1, 4, 200, 200).to(kind), sinks=torch.randn(4))
+    options = dict(enable_gqa=True, dropout_p=0.2, dropout_seed=7)
+    with use_backend("triton"):
+        against_oracle(attend(mask), tensors, **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(is_causal=True)], ids=str)
+def test_wide_heads(against_oracle, options):
+    """Those of more than 128 have one loop over the queries of a tile of keys."""
+    given = inputs("cpu", b=1, h=1, sq=300, sk=333, d=136)
+    with use_backend("triton"):
+        against_oracle(attend(PATTERNS["BigBird"][:300, :333]), given, **options)
+
+
+def test_results_repeat():
+    """A second call has the same bits, and dropout has those of the dense mask."""
+    x = [torch.randn(1, 2, N, 16, requires_grad=True) for _ in range(3)]
+    mask, results = PATTERNS["BigBird"], []
+    options = dict(dropout_p=0.4, dropout_seed=3)
+    with use_backend("triton"):
+        for given in (ff.block_mask(mask), ff.block_mask(mask), mask):
+            out = ff.scaled_dot_product_attention(*x, given, **options)
+            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+    assert all(map(torch.equal, *results[:2]))
+    for listed, dense in zip(results[0], results[2]):
+        torch.testing.assert_close(listed, dense, atol=1e-5, rtol=1e-5)
+
+
+def test_a_bias_that_heads_share(against_oracle):
+    """Its gradient adds up those heads and sequences whose mask shows the tile."""
+    names = "none", "window", "blocks", "padding on the left", "none", "prefix"
+    mask = torch.stack([PATTERNS[name][:200, :300] for name in names]).view(3, 2, 200, 300)
+    tensors = inputs("cpu", b=3, sq=200, sk=300, d=8) | dict(bias=torch.randn(200, 300))
+    with use_backend("triton"):
+        against_oracle(attend(mask), tensors)
+        against_oracle(attend(mask[1, 1]), tensors)
+
+
+def test_hidden_values(device):
+    """A bias of keys hides a value that is NaN, within the tiles that the mask shows."""
+    x, bias = torch.randn(3, 1, 1, N, 16), torch.zeros(N)
+    bias[::7] = -float("inf")
+    results = []
+    for hidden in (0.0, float("nan")):
+        query, key, value = (t.clone() for t in x)
+        key[:, :, ::7] = value[:, :, ::7] = hidden
+        leaves = [t.requires_grad_() for t in (query, key, value)]
+        with use_backend("triton"):
+            block = ff.block_mask(PATTERNS["BigBird"])
+            out = ff.scaled_dot_product_attention(*leaves, block, bias=bias)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for clean, poisoned in zip(*results):
+        torch.testing.assert_close(poisoned, clean, atol=1e-5, rtol=1e-5)
+
+
+def test_what_explain_says():
+    x = [torch.randn(1, 1, 8, 16), *torch.randn(2, 1, 1, N, 16)]
+    mask = ff.block_mask(PATTERNS["prefix"][:8])
+    with use_backend("triton"):
+        said = ff.explain("scaled_dot_product_attention", *x, mask).reason
+    assert "only tiles that the mask shows are visited" in said
+
+
+@pytest.mark.parametrize("bug", [None, *LISTS])
+def test_a_planted_bug_is_caught(against_oracle, small_tiles, plant_and_check, bug):
+    from fastformer.kernels import attention
+
+    names = "BigBird", "blocks", "both ends", "prefix"
+    mask = torch.stack([PATTERNS[name][:270, 30:450] for name in names]).view(2, 2, 270, 420)
+    tensors = inputs("cpu", sq=270, sk=420, d=4) | dict(bias=torch.randn(270, 420))
+
+    def check():
+        against_oracle(attend(mask), tensors, window=(300, 5))
+        for blocks in ((128, 64), (64, 16)):
+            with small_tiles(*blocks):
+                against_oracle(attend(mask), tensors)
+
+    plant_and_check(attention, LISTS.get(bug), check)

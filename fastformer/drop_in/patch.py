@@ -25,7 +25,9 @@ from fastformer.drop_in.replacements.rotary import (
 )
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
 from fastformer.drop_in.replacements.transformers_layers import (
+    FusedClampedGate,
     FusedModelWithLoss,
+    has_clamped_gate,
     has_loss,
     unknown_loss,
     unknown_structure,
@@ -363,6 +365,8 @@ def _kind(module: nn.Module) -> type[Accelerated] | str | None:
             return disagreement_of(functions) or FusedRotaryAttention
         if reason := unknown_rotation(type(module)):
             return reason
+        if has_clamped_gate(module):
+            return _collision(module, FusedClampedGate) or FusedClampedGate
     return _recognized(module)
 
 
@@ -384,7 +388,7 @@ def _recognized(module: nn.Module) -> type[Accelerated] | str | None:
 
 def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
     """Return which attribute of the module has a name that the kind needs for itself, or None."""
-    ours, theirs = {"_fallbacks"}, {"forward", "attn", "loss_function"}
+    ours, theirs = {"_fallbacks"}, {"forward", "attn", "loss_function", "_apply_gate"}
     for cls in kind.__mro__:
         if issubclass(cls, Accelerated):
             ours |= {name for name in vars(cls) if name[:2] != "__"} - theirs

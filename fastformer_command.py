@@ -240,8 +240,8 @@ PLOT = """Draws a figure from values that the package computes. attention-maps t
 first. loss-curves trains it on both backends, as copy-task --plot does, or reads a file of
 copy-task --json."""
 FIGURES = (
-    *("subsequent-mask", "positional-encoding", "positional-heat-map", "smoothed-targets", "relu"),
-    *("learning-rate", "attention-maps", "loss-curves"),
+    *("block-masks", "subsequent-mask", "positional-encoding", "positional-heat-map"),
+    *("smoothed-targets", "relu", "learning-rate", "attention-maps", "loss-curves"),
 )
 
 

@@ -240,8 +240,8 @@ PLOT = """Draws a figure from values that the package computes. attention-maps t
 first. loss-curves trains it on both backends, as copy-task --plot does, or reads a file of
 copy-task --json."""
 FIGURES = (
-    *("subsequent-mask", "positional-encoding", "positional-heat-map", "smoothed-targets"),
-    *("smoothing-penalty", "relu", "learning-rate", "sequence-layers"),
+    *("block-masks", "subsequent-mask", "positional-encoding", "positional-heat-map"),
+    *("smoothed-targets", "smoothing-penalty", "relu", "learning-rate", "sequence-layers"),
     *("attention-maps", "loss-curves"),
 )
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastformer.mask_tiles import WHOLE, BlockMask
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.embeddings import PositionalEncoding
 from fastformer.nn.transformer import subsequent_mask
@@ -284,7 +285,45 @@ class Picture(NamedTuple):
     draw: Callable[[Any], Figure]
 
 
+def _block_masks() -> dict[str, Tensor]:
+    """Return the tiles of the masks that `BlockMask` constructs, of 1,024 tokens: 0 is not seen, 1
+    partly and 2 wholly.
+    """
+    n = 1024
+    i = torch.arange(n)
+    masks = {
+        "causal": BlockMask.causal(n),
+        "window": BlockMask.window(n, 200, 100),
+        "prefix": BlockMask.prefix(n, 300),
+        "documents": BlockMask.documents((i >= 220).int() + (i >= 600).int()),
+        "longformer": BlockMask.longformer(n, 100, 40),
+        "bigbird": BlockMask.bigbird(n, 100, 40, 1),
+        "sinks": BlockMask.sinks(n, 4, 200),
+        "tree": BlockMask.tree((i - 1) // 2),
+    }
+    slots = {name: mask.slots()[0, 0] for name, mask in masks.items()}
+    return {name: (x > 0).int() + (x == WHOLE).int() for name, x in slots.items()}
+
+
+def tile_maps(maps: Mapping[str, Tensor]) -> Figure:
+    """Draw the tiles of masks, one panel per mask, four in a row."""
+    rows = -(-len(maps) // 4)
+    figure = _figure(9.0, 2.4 * rows)
+    panels = figure.subplots(rows, 4, squeeze=False).flatten()
+    for axes, (name, tiles) in zip(panels, maps.items()):
+        colors = dict(vmin=0, vmax=2, cmap="Blues", interpolation="nearest")
+        image = axes.imshow(_array(tiles), aspect=2, **colors)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("tile of 64 keys", fontsize=7)
+        axes.set_ylabel("tile of 128 queries", fontsize=7)
+    for axes in panels[len(maps) :]:
+        axes.set_axis_off()
+    figure.colorbar(image, ax=panels, label="2: wholly seen, 1: partly", ticks=(0, 1, 2))
+    return figure
+
+
 PICTURES = {
+    "block-masks": Picture(_block_masks, tile_maps),
     "subsequent-mask": Picture(
         lambda: subsequent_mask(20)[0],
         lambda mask: heat_map(

@@ -22,6 +22,15 @@ def test_subsequent_mask():
     assert torch.equal(mask.bool(), torch.ones(20, 20).tril().bool())
 
 
+def test_block_masks():
+    tiles = data("block-masks")
+    assert tiles["causal"].tolist() == [
+        [2] * (2 * t) + [1, 1] + [0] * (14 - 2 * t) for t in range(8)
+    ]
+    assert tiles["documents"][0].tolist() == [2, 2, 2, 1] + [0] * 12  # the first has 220 tokens
+    assert all(x.shape == (8, 16) and {*x.unique().tolist()} <= {0, 1, 2} for x in tiles.values())
+
+
 def test_positional_encoding_has_dimensions_4_to_7_over_100_positions():
     series = data("positional-encoding")
     assert list(series) == [f"dimension {i}" for i in (4, 5, 6, 7)]

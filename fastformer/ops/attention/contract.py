@@ -218,14 +218,9 @@ def scaled_dot_product_attention(
         shard,
         *blocks,
     )
-    result = backends.run(
-        "scaled_dot_product_attention",
-        query=query,
-        key=key,
-        value=value,
-        attention=attention,
-        return_lse=require_flag("return_lse", return_lse),
-    )
+    return_lse = require_flag("return_lse", return_lse)
+    inputs = dict(query=query, key=key, value=value, attention=attention)
+    result = backends.run("scaled_dot_product_attention", **inputs, return_lse=return_lse)
     if not three:
         return result
     return tuple(x.squeeze(1) for x in result) if return_lse else result.squeeze(1)

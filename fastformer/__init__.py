@@ -17,6 +17,7 @@ from fastformer.decoding.search import (
     greedy_decode,
     sample,
     stream_tokens,
+    strip,
 )
 from fastformer.description import RowShard, Shard
 from fastformer.dispatch.backends import current_backend, sequences_from, use_backend
@@ -65,8 +66,9 @@ from fastformer.ops.functional import (
     swiglu,
 )
 from fastformer.ops.rotary.frequencies import rotary_frequencies
-from fastformer.training.batches import Batch
+from fastformer.training.batches import Batch, token_batches
 from fastformer.training.checkpoints import Checkpoints
+from fastformer.training.fit import Fitted, fit
 from fastformer.training.training import (
     LabelSmoothing,
     SimpleLossCompute,
@@ -88,6 +90,7 @@ __all__ = [
     "EncoderDecoder",
     "EncoderLayer",
     "Explanation",
+    "Fitted",
     "Generator",
     "Hypotheses",
     "KVCache",
@@ -123,6 +126,7 @@ __all__ = [
     "embed",
     "explain",
     "feed_forward",
+    "fit",
     "gated_activation",
     "geglu",
     "greedy_decode",
@@ -151,8 +155,10 @@ __all__ = [
     "sdpa_override",
     "sequences_from",
     "stream_tokens",
+    "strip",
     "subsequent_mask",
     "swiglu",
+    "token_batches",
     "tune",
     "unpad",
     "use_backend",

@@ -291,7 +291,7 @@ def test_ctrl_c_ends_with_one_line_and_writes_what_there_is(tmp_path, capsys, mo
     steps, add = itertools.count(1), training._Meter.add
 
     def interrupted(meter, *given):
-        if next(steps) == 4:
+        if next(steps) == 5:
             raise KeyboardInterrupt
         add(meter, *given)
 
@@ -424,7 +424,7 @@ def test_a_reader_that_ends_ends_the_training(monkeypatch):
     """`fastformer copy-task | head -2`"""
     reader, writer = os.pipe()
     steps = []
-    monkeypatch.setattr(copy_task, "run_epoch", lambda *_, report, **__: steps.append(report))
+    monkeypatch.setattr(copy_task, "fit", lambda *_, report, **__: steps.append(report))
     with open(writer, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         os.close(reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
-from fastformer.decoding.steps import Steps, Symbols, make_steps, put_tokens
+from fastformer.decoding.steps import Steps, Symbols, end_symbols, make_steps, put_tokens
 
 WAIT_EVERY = 16  # on a GPU, steps between two checks for the end, each of which waits
 
@@ -180,6 +181,39 @@ def stream_tokens(
         given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
         search = _RowSearch(make_steps(*given), draw or _likeliest, penalty)
     return _stepwise(search)
+
+
+def strip(tokens: Tensor, end_symbol: Symbols = None, padding_idx: int | None = 0) -> list[Any]:
+    """Return token ids as lists: each row up to its first end symbol, and without padding.
+
+        ff.strip(torch.tensor([[1, 7, 8, 2, 0], [1, 7, 2, 2, 2]]), end_symbol=2)
+            -> [[1, 7, 8], [1, 7]]
+
+    Args:
+        tokens: [..., T] ids, such as the result of `greedy_decode`, or the tokens of `Hypotheses`.
+        end_symbol: the id that ends a row, or a list of several; None for none.
+        padding_idx: the id that is left out; None leaves none out.
+
+    Returns:
+        A list of ids for [T], a list of these for [B, T], and so on.
+
+    Raises:
+        TypeError: tokens is not a tensor of integers, or a symbol is no int.
+        ValueError: tokens has no dimension, end_symbol is empty or negative.
+    """
+    checks.require_integers("tokens", tokens)
+    if tokens.dim() == 0:
+        raise checks.wrong_shape("tokens", tokens, "[..., T]")
+    ends = end_symbols(None, end_symbol)
+    if padding_idx is not None:
+        checks.require_int("padding_idx", padding_idx)
+
+    def stripped(rows: list[Any], dims: int) -> list[Any]:
+        if dims > 1:
+            return [stripped(row, dims - 1) for row in rows]
+        return [x for x in itertools.takewhile(lambda x: x not in ends, rows) if x != padding_idx]
+
+    return stripped(tokens.tolist(), tokens.dim())
 
 
 class Hypotheses(NamedTuple):

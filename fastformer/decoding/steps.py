@@ -304,7 +304,7 @@ def make_steps(
     _require_positions(model, max_len)
     vocabulary = _vocabulary(model)
     _require_symbols(vocabulary, start_symbol=start_symbol, pad_symbol=pad_symbol)
-    ends = _end_symbols(vocabulary, end_symbol)
+    ends = end_symbols(vocabulary, end_symbol)
     given, takes = (model, src, src_mask, max_len, start_symbol), _takes_cache(model)
     steps: Steps
     if isinstance(cache, DecoderCache):
@@ -383,7 +383,7 @@ def _require_symbols(vocabulary: int | None, **symbols: int | None) -> None:
                 raise ValueError(f"{name} is {symbol}; expected a token from 0 to {vocabulary - 1}")
 
 
-def _end_symbols(vocabulary: int | None, end_symbol: Symbols) -> list[int]:
+def end_symbols(vocabulary: int | None, end_symbol: Symbols) -> list[int]:
     """Return the end symbols, none for None."""
     if end_symbol is None:
         return []

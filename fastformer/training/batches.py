@@ -9,11 +9,13 @@ Sequence Packing without Cross-contamination".
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fastformer import checks
 from fastformer.nn.padding import Packing, packing_of, unpad
@@ -145,6 +147,139 @@ class Batch:
         src, tgt = (None if x is None else list(x.shape) for x in (self.src, self.tgt))
         device = next(x.device for x in (self.src, self.tgt) if x is not None)
         return f"Batch(src={src}, tgt={tgt}, device={device})"
+
+
+class token_batches:
+    """An epoch of `Batch`es of similar lengths, each with at most `tokens` tokens.
+
+        batches = ff.token_batches([([5, 6, 2], [1, 7, 8, 2]), ([5, 2], [1, 7, 2])], tokens=4096)
+
+    The rows are sorted by length, those of equal length at random, and cut into batches, which come
+    in random order. Packed batches hold no padding, so their rows are not sorted. The order depends
+    on the seed and the epoch alone: each iteration that reaches the end begins the next epoch.
+
+    Args:
+        data: pairs (source, target) of token ids for an `EncoderDecoder`, or rows of token ids for
+            a `LanguageModel`. The ids of a sequence are a list or a tensor [length]; a target or a
+            row has at least two, because each predicts the next one.
+        tokens: the most tokens of a batch, with its padding; of the sources or of the targets,
+            whichever are longer.
+        padding_idx: the token id of padding.
+        packed: whether the batches are packed, see `Batch`.
+        shuffle: False gives the same batches in each epoch, the short rows first (packed: in the
+            order of data).
+        seed: of the order.
+        pin_memory: whether the tensors are in pinned memory, from which a GPU copies beside its
+            computation.
+
+    len() is the number of batches of this epoch. `state_dict()` is the position, the epoch and the
+    number of batches that were read of it, and after `load_state_dict(state)` the next iteration
+    begins there.
+
+    Raises:
+        ValueError: data is empty, mixes pairs and rows, or has a sequence that is too short, or
+            longer than `tokens`; a number is out of range.
+        TypeError: data is not iterable, or an argument has a wrong type.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        tokens: int = 4096,
+        padding_idx: int = 0,
+        *,
+        packed: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        checks.require_size(2, tokens=tokens)
+        checks.require_int("padding_idx", padding_idx)
+        checks.require_int("seed", seed)
+        flags = dict(packed=packed, shuffle=shuffle, pin_memory=pin_memory)
+        self._packed, self._shuffle, self._pin = (
+            checks.require_flag(name, x) for name, x in flags.items()
+        )
+        if isinstance(data, (str, Tensor)) or not isinstance(data, Iterable):
+            raise TypeError(f"data is a {type(data).__name__}; expected a list of pairs or rows")
+        self._data, self._tokens, self._seed = list(data), tokens, seed
+        self.padding_idx = padding_idx
+        if not self._data:
+            raise ValueError("data is empty; expected pairs or rows of token ids")
+        self._lengths = torch.tensor([self._length(i) for i in range(len(self._data))])
+        self._begin(0)
+
+    def _length(self, i: int) -> int:
+        """Return the tokens for which a row or pair counts."""
+        row, pairs = self._data[i], _is_pair(self._data[0])
+        if _is_pair(row) != pairs:
+            forms = ("a pair", "a row") if pairs else ("a row", "a pair")
+            raise ValueError(
+                f"data[0] is {forms[0]}, and data[{i}] is {forms[1]}; expected one of them"
+            )
+        counts = [len(x) for x in (row if pairs else [row])]
+        if counts[0] < 1 or counts[-1] < 2:
+            expected = "1 or more, and 2 or more" if pairs else "2 or more"
+            raise ValueError(
+                f"data[{i}] has {' and '.join(map(str, counts))} tokens; expected {expected}"
+            )
+        if max(counts) > self._tokens:
+            raise ValueError(
+                f"data[{i}] has {max(counts)} tokens; expected at most tokens = {self._tokens}"
+            )
+        return max(counts)
+
+    def _begin(self, epoch: int, batch: int = 0) -> None:
+        """Choose the rows of each batch of an epoch."""
+        self._epoch, self._start, self._read = epoch, batch, batch
+        seed = random.Random(f"{self._seed}, {epoch}").getrandbits(63)
+        generator, n = torch.Generator().manual_seed(seed), len(self._data)
+        order = torch.randperm(n, generator=generator) if self._shuffle else torch.arange(n)
+        if not self._packed:
+            order = order[self._lengths[order].argsort(stable=True)]
+        batches: list[list[int]] = [[]]
+        used = 0  # tokens of the last batch
+        for i, length in zip(order.tolist(), self._lengths[order].tolist()):
+            used = used + length if self._packed else (len(batches[-1]) + 1) * length
+            if used > self._tokens:
+                batches.append([])
+                used = length
+            batches[-1].append(i)
+        if self._shuffle:
+            shuffled = torch.randperm(len(batches), generator=generator).tolist()
+            batches = [batches[i] for i in shuffled]
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._read, self._start = self._start, 0
+        while self._read < len(self._batches):
+            rows = [self._data[i] for i in self._batches[self._read]]
+            self._read += 1
+            sequences = zip(*rows) if _is_pair(rows[0]) else [rows]
+            padded = [
+                pad_sequence([torch.as_tensor(x) for x in column], True, self.padding_idx)
+                for column in sequences
+            ]
+            source, target = padded if len(padded) == 2 else (None, *padded)
+            batch = Batch(source, target, self.padding_idx, packed=self._packed)
+            yield batch.pin_memory() if self._pin else batch
+        self._begin(self._epoch + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"epoch": self._epoch, "batch": self._read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next iteration begin at a position."""
+        self._begin(state["epoch"], state["batch"])
+
+
+def _is_pair(row: Any) -> bool:
+    """Return whether a row of data holds two sequences, and not ids."""
+    return isinstance(row, (tuple, list)) and len(row) == 2 and hasattr(row[0], "__len__")
 
 
 def _kept(tokens: Tensor, pad: int) -> Tensor:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,20 @@ class Checkpoints:
         except TypeError as error:
             raise TypeError(f"settings holds {rest}; expected values of JSON: {error}") from None
         self._state: tuple[Any, ...] = ()
+        self._saved = 0  # steps of the newest checkpoint of this run
 
     def begin(
-        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+        more: Any = None,
     ) -> tuple[int, list[Tensor]]:
         """Load the newest checkpoint that can be read, if there is one, into the model, optimizer
         and scheduler of the run; return its number of steps and their losses.
+
+        more: an object whose state_dict() is saved as well; its load_state_dict gets the entries
+        that the checkpoint has.
 
         A warning names the checkpoints that cannot be read. One that was saved before checkpoints
         had a version loads as well.
@@ -92,7 +100,7 @@ class Checkpoints:
         """
         from torch.distributed.checkpoint import CheckpointException
 
-        self._state = model, optimizer, scheduler
+        self._state = model, optimizer, scheduler, more
         steps = self._found()
         if dist.is_initialized():
             require_same_ranks(checkpoints=steps)
@@ -102,12 +110,12 @@ class Checkpoints:
                 losses = self._load(path, done)
             except CheckpointException as error:  # raised on all ranks if one cannot read it
                 _raise_interrupt(error)
-                if _is_first():
+                if is_first():
                     reason = _reason(error)
                     message = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
                     warnings.warn(message, stacklevel=2)
             else:
-                self.resumed_from = path
+                self.resumed_from, self._saved = path, done
                 return done, losses
         if steps:
             raise ValueError(
@@ -116,16 +124,20 @@ class Checkpoints:
             )
         return 0, []
 
-    def end_step(self, losses: Sequence[Tensor]) -> None:
-        """Save a checkpoint if one is due. losses: the loss of every step so far, scalars.
+    def end_step(self, losses: Sequence[Tensor], last: bool = False) -> None:
+        """Save a checkpoint if one is due, or if this is the last step, unless the step has one.
+
+        losses: the loss of every step so far, scalars.
 
         Raises OSError, on all ranks, if it cannot be written, as when the disk is full. The earlier
         checkpoints are then as they were.
         """
         if not self._state:
             raise RuntimeError("end_step was called before begin; expected begin first")
-        if len(losses) % self._every == 0 or len(losses) == self._steps:
+        due = last or len(losses) % self._every == 0 or len(losses) == self._steps
+        if due and len(losses) > self._saved:
             self._save(losses)
+            self._saved = len(losses)
 
     def _found(self) -> list[int]:
         """Return the steps of the complete checkpoints, the newest first."""
@@ -145,14 +157,14 @@ class Checkpoints:
                 dcp.save(state, checkpoint_id=str(path))
             except dcp.CheckpointException as error:
                 _raise_interrupt(error)
-                if _is_first():
+                if is_first():
                     shutil.rmtree(path, ignore_errors=True)
                 reason = _reason(error)
                 if not isinstance(reason, (OSError, RuntimeError)):
                     raise
                 message = f"checkpoint {path} cannot be written: {reason}"
                 raise OSError(message) from None
-        if _is_first():
+        if is_first():
             for step in self._found()[KEPT:]:
                 old = self._folder / f"step-{step}"
                 (old / ".metadata").unlink(missing_ok=True)  # from now on it is not complete
@@ -180,8 +192,10 @@ class Checkpoints:
                 f"steps is {self._steps}; expected at least the {done} that checkpoint {path} has, "
                 "or another folder"
             )
-        model, optimizer, scheduler = self._state
+        model, optimizer, scheduler, more = self._state
         state = self._collected(torch.zeros(done))
+        has = {name.split(".")[1] for name in _names(path) if name.startswith("more.")}
+        state["more"] = {name: x for name, x in state["more"].items() if name in has}
         _read(state, path)
         set_state_dict(
             model,
@@ -189,24 +203,38 @@ class Checkpoints:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        scheduler.load_state_dict(state["scheduler"])
-        for module, x in zip(_generators(), state["random"]):
+        if scheduler is not None:
+            scheduler.load_state_dict(state["scheduler"])
+        for module, x in zip(generators(), state["random"]):
             module.set_rng_state(x)
+        if more is not None:
+            more.load_state_dict(state["more"])
         return list(state["losses"].to(next(model.parameters()).device))
 
     def _collected(self, losses: Tensor) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        model, optimizer, scheduler = self._state
+        model, optimizer, scheduler, more = self._state
         parameters, moments = get_state_dict(model, optimizer)
+        moments["param_groups"] = _numbers(moments["param_groups"])
         return {
             "model": parameters,
             "optimizer": moments,
-            "scheduler": scheduler.state_dict(),
-            "random": [module.get_rng_state() for module in _generators()],
+            "scheduler": {} if scheduler is None else _numbers(scheduler.state_dict()),
+            "random": [module.get_rng_state() for module in generators()],
             "losses": losses,
             "settings": self._settings,
+            "more": {} if more is None else more.state_dict(),
         }
+
+
+def _numbers(x: Any) -> Any:
+    """Return options of an optimizer with numbers where they are tensors, as CUDA graphs need."""
+    if isinstance(x, dict):
+        return {name: _numbers(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(_numbers, x))
+    return x.item() if isinstance(x, Tensor) and x.dim() == 0 else x
 
 
 def _reason(error: Any) -> BaseException:
@@ -230,9 +258,18 @@ def _read(state: dict[str, Any], path: Path) -> None:
         dcp.load(state, checkpoint_id=str(path))
 
 
-def _is_first() -> bool:
+def _names(path: Path) -> Iterable[str]:
+    """Return the names of what a checkpoint holds."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    names: Iterable[str] = FileSystemReader(path).read_metadata().state_dict_metadata
+    return names
+
+
+def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _generators() -> list[Any]:
+def generators() -> list[Any]:
+    """Return the modules of torch that have a generator in use."""
     return [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]

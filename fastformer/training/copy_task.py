@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from fastformer.cache.decoder import DecoderCache
@@ -32,12 +30,8 @@ from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.transformer import EncoderDecoder, make_model
 from fastformer.training.batches import Batch
 from fastformer.training.checkpoints import Checkpoints
-from fastformer.training.training import (
-    LabelSmoothing,
-    SimpleLossCompute,
-    make_optimizer,
-    run_epoch,
-)
+from fastformer.training.fit import fit
+from fastformer.training.training import LabelSmoothing, SimpleLossCompute, make_optimizer
 
 PAD, START = 0, 1
 DEFAULT_STEPS = 400
@@ -186,23 +180,26 @@ class OneProcess:
 
     def __init__(self, checkpoints: Checkpoints | None = None, timed: bool = True) -> None:
         self.checkpoints, self.timed = checkpoints, timed
+        self.done, self.losses = 0, list[Tensor]()  # steps of the checkpoint; losses of the run
+        self.write: Callable[[str], object] = lambda line: None
 
     def place(self, model: EncoderDecoder) -> nn.Module:
         """Return the module to train: the model, or a wrapper or sharded version of it."""
         self.model = model
         return model
 
-    def begin(
-        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
-    ) -> tuple[int, list[Tensor]]:
-        """Load the checkpoint, if there is one; return its number of steps and their losses."""
-        found = self.checkpoints
-        return (0, []) if found is None else found.begin(model, optimizer, scheduler)
+    def begin(self, *state: Any) -> tuple[int, list[Tensor]]:
+        """Begin as `Checkpoints.begin` does, from the checkpoint, if there is one."""
+        if self.checkpoints is not None:
+            self.done, self.losses = self.checkpoints.begin(*state)
+        if self.done and self.checkpoints is not None:
+            self.write(f"  resumes from {self.checkpoints.resumed_from}, after {self.done} steps")
+        return self.done, self.losses
 
-    def end_step(self, losses: Sequence[Tensor]) -> None:
+    def end_step(self, losses: Sequence[Tensor], last: bool = False) -> None:
         """Save a checkpoint if one is due. losses: the loss of every step so far."""
         if self.checkpoints is not None:
-            self.checkpoints.end_step(losses)
+            self.checkpoints.end_step(losses, last)
 
     def local_batch(self, batch: Batch) -> Batch:
         """Return the local shard of a batch, which this process computes."""
@@ -255,44 +252,33 @@ def train(
         )
         criterion = LabelSmoothing(settings.vocab, PAD, settings.smoothing)
         compute = SimpleLossCompute(model.generator, criterion)
-        done, losses = trainer.begin(placed, optimizer, scheduler)
-        if done and trainer.checkpoints is not None:
-            write(f"  resumes from {trainer.checkpoints.resumed_from}, after {done} steps")
-        speeds: list[float] = []
-
-        def parts() -> Iterator[Batch]:
-            for batch in islice(data, done, None):
-                yield trainer.local_batch(batch)
-                trainer.end_step(losses)  # run_epoch asks for the next batch after the step
-
-        def recorded(x: Tensor, y: Tensor, norm: Tensor) -> Tensor:
-            loss = trainer.global_loss(compute(x, y, norm))
-            losses.append(loss.detach())
-            return loss
-
-        def report(step: int, loss: float, tokens_per_second: float) -> None:
-            speeds.append(tokens_per_second)
-            step += done  # those of the checkpoint
-            bar = "#" * min(40, round(15 * loss)) if math.isfinite(loss) else "not finite"
-            write(f"  step {step:5d}  {tokens_per_second:9,.0f} tokens/s  loss {loss:7.4f}  {bar}")
-
+        trainer.write, speeds = write, []
         started, decoded, decoding, interrupted = time.perf_counter(), None, None, False
+
+        def report(row: dict[str, Any]) -> None:
+            step, loss, speed = row["step"], row["loss"], row["tokens_per_second"]
+            speeds.append(speed)
+            bar = "#" * min(40, round(15 * loss)) if math.isfinite(loss) else "not finite"
+            write(f"  step {step:5d}  {speed:9,.0f} tokens/s  loss {loss:7.4f}  {bar}")
+
         try:
-            if done < settings.steps:
-                with trainer.sequences():
-                    run_epoch(
-                        parts(),
-                        placed,
-                        recorded,
-                        optimizer,
-                        scheduler,
-                        report=report,
-                        report_every=1 if is_interpreted else max(1, settings.steps // 10),
-                        progress=None if verbose else False,
-                        description=f"  {backend}",
-                    )
-            else:
-                write(f"  the checkpoint has all of the {done} steps")
+            with trainer.sequences():
+                fit(
+                    placed,
+                    map(trainer.local_batch, data),
+                    optimizer=optimizer,
+                    scheduler=scheduler,
+                    loss_compute=lambda *given: trainer.global_loss(compute(*given)),
+                    epochs=1,
+                    checkpoints=trainer,  # type: ignore[arg-type]  # it has begin and end_step
+                    report=report,
+                    report_every=1 if is_interpreted else max(1, settings.steps // 10),
+                    progress=None if verbose else False,
+                    description=f"  {backend}",
+                )
+            if trainer.done == settings.steps:
+                write(f"  the checkpoint has all of the {settings.steps} steps")
+            losses = trainer.losses
             seconds, speed = time.perf_counter() - started, statistics.median(speeds or [math.nan])
             trained = f"  trained {len(losses)} of {settings.steps} steps"
             write(f"{trained} in {seconds:.1f} s, {speed:,.0f} tokens/s")
@@ -306,7 +292,7 @@ def train(
         statistics.median(speeds or [math.nan]),
         trainer.name.removeprefix(", ") or None,
     )
-    result = [float(loss) for loss in losses]
+    result = [float(loss) for loss in trainer.losses]
     return Run(backend, is_interpreted, result, speed, decoded, decoding, parallel, interrupted)
 
 

@@ -29,7 +29,7 @@ from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import EncoderDecoder, Generator, LanguageModel
 from fastformer.ops import functional
 from fastformer.training.batches import Batch
-from fastformer.training.updates import GraphedUpdates, Updates
+from fastformer.training.updates import GraphedUpdates, Updates, shares
 
 
 class LabelSmoothing(nn.Module):
@@ -331,6 +331,7 @@ def run_epoch(
     *,
     report: Callable[[int, float, float], None] | None = None,
     report_every: int = 20,
+    after_update: Callable[[Tensor], None] | None = None,
     progress: bool | None = None,
     description: str | None = None,
     accumulation_steps: int = 1,
@@ -357,6 +358,7 @@ def run_epoch(
             `report_every` batches and at the end; the last two cover the time since the previous
             report.
         report_every: the number of batches between reports.
+        after_update: called after each update with its loss per token, a scalar on the device.
         progress: whether to draw the bar; False prints nothing. None draws it if standard output is
             a terminal; if standard output is not a terminal and `report` is None, it prints a line
             for each report. (A notebook is not a terminal: pass True.)
@@ -383,23 +385,18 @@ def run_epoch(
         ValueError: data has no batch, a batch has no target, a batch for a `LanguageModel` has a
             source or one for an `EncoderDecoder` has none, report_every or accumulation_steps is
             below 1, max_grad_norm is not positive and finite, autocast is another dtype, or
-            scheduler, max_grad_norm, scaler, cuda_graph or more than one of accumulation_steps is
-            given without an optimizer, or cuda_graph beside a scaler, which reads values.
-        TypeError: data is not an iterable of batches; model, loss_compute or report is not
-            callable; optimizer or scheduler has no step(), or the optimizer no param_groups beside
-            a max_grad_norm; progress is not True, False or None; another argument has a wrong type.
+            scheduler, max_grad_norm, scaler, cuda_graph, after_update or more than one of
+            accumulation_steps is given without an optimizer, or cuda_graph beside a scaler, which
+            reads values.
+        TypeError: data is not an iterable of batches; model, loss_compute, report or after_update
+            is not callable; optimizer or scheduler has no step(), or the optimizer no param_groups
+            beside a max_grad_norm; progress is not True, False or None; another argument has a
+            wrong type.
     """
     updates = Updates(model, loss_compute, optimizer, scheduler, max_grad_norm, autocast, scaler)
     _require_epoch(data, updates)
-    _require_update(updates, accumulation_steps, cuda_graph)
-    if report is not None:
-        checks.require_callable("a function of batches, loss and tokens per second", report=report)
-    checks.require_size(report_every=report_every)
-    if progress is None:
-        progress = sys.stdout.isatty()
-        if report is None and not progress:
-            report = _print_line
-    checks.require_flag("progress", progress)
+    _require_update(updates, accumulation_steps, cuda_graph, after_update)
+    report, progress = _reports(report, report_every, progress)
     losses = GraphedUpdates(updates).losses if cuda_graph else updates.losses
     meter, step = _Meter(), 0
     bar = tqdm(data, description, disable=not progress, file=sys.stdout, leave=False, unit="batch")
@@ -415,12 +412,16 @@ def run_epoch(
         while group := list(islice(batches, accumulation_steps)):
             for i, batch in enumerate(group, step + 1):
                 _require_batch(i, batch, model)
-            for batch, loss in losses(group):
+            of_update = []
+            for (batch, loss), share in zip(losses(group), shares(group)):
                 step += 1
                 assert batch.ntokens is not None
                 meter.add(loss, batch.ntokens)
+                of_update.append(loss if share is None else loss * share)
                 if step % report_every == 0:
                     look()
+            if after_update is not None:
+                after_update(torch.stack(of_update).sum())
         if step % report_every:
             look()
     if step == 0:
@@ -454,6 +455,18 @@ class _Meter:
         return loss / max(tokens, 1), tokens / seconds
 
 
+def _reports(report: Any, report_every: int, progress: bool | None) -> tuple[Any, bool]:
+    """Check and return how `run_epoch` reports, and whether it draws a bar."""
+    if report is not None:
+        checks.require_callable("a function of batches, loss and tokens per second", report=report)
+    checks.require_size(report_every=report_every)
+    if progress is None:
+        progress = sys.stdout.isatty()
+        if report is None and not progress:
+            report = _print_line
+    return report, checks.require_flag("progress", progress)
+
+
 def _require_epoch(data: object, updates: Updates) -> None:
     """Check the arguments of `run_epoch`; warn of training in eval mode."""
     model, loss_compute, optimizer, scheduler, *_ = updates
@@ -474,7 +487,9 @@ def _require_epoch(data: object, updates: Updates) -> None:
         )
 
 
-def _require_update(updates: Updates, accumulation_steps: int, cuda_graph: bool) -> None:
+def _require_update(
+    updates: Updates, accumulation_steps: int, cuda_graph: bool, after_update: Any
+) -> None:
     """Check the arguments of `run_epoch` that say how an update is made."""
     *_, optimizer, _, max_grad_norm, autocast, scaler = updates
     checks.require_size(accumulation_steps=accumulation_steps)
@@ -500,9 +515,15 @@ def _require_update(updates: Updates, accumulation_steps: int, cuda_graph: bool)
         raise ValueError(
             "cuda_graph is True beside a scaler, which reads values on the host; expected one"
         )
+    if after_update is not None:
+        checks.require_callable("a function of a loss", after_update=after_update)
     more = accumulation_steps if accumulation_steps > 1 else None
-    given = dict(
-        accumulation_steps=more, max_grad_norm=max_grad_norm, scaler=scaler, cuda_graph=graph
+    given: dict[str, Any] = dict(
+        accumulation_steps=more,
+        max_grad_norm=max_grad_norm,
+        scaler=scaler,
+        cuda_graph=graph,
+        after_update=after_update,
     )
     for name, x in given.items():
         if x is not None and optimizer is None:

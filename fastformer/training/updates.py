@@ -29,7 +29,7 @@ def _inputs(batch: Batch) -> tuple[Tensor | Packing | None, ...]:
     return batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
 
 
-def _shares(group: list[Batch]) -> list[Tensor | None]:
+def shares(group: list[Batch]) -> list[Tensor | None]:
     """Return the share that each batch has of the group's tokens; None for a batch alone."""
     if len(group) == 1:
         return [None]
@@ -53,7 +53,7 @@ class Updates(NamedTuple):
         """Yield the batches of an update and their losses; the last one after the update."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        for i, (batch, share) in enumerate(zip(group, _shares(group)), 1):
+        for i, (batch, share) in enumerate(zip(group, shares(group)), 1):
             last = i == len(group)
             with nullcontext() if last else self._without_exchange():
                 loss = self._loss(batch)

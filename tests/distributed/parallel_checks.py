@@ -506,7 +506,7 @@ def resumes(folder):
     ]
     alone = trained(small(steps))
     own = Parallel(way, small(steps), folder / "checkpoints", 4)
-    parts = count_calls(own, "local_batch")
+    parts = count_calls(own, "global_loss")
     run = trained(small(steps), own)
     assert len(parts) == count, f"{way} trained {len(parts)} steps"
     other = replace(small(steps), d_ff=128)
@@ -527,7 +527,7 @@ def damaged_checkpoints(folder):
     def resumed(steps):
         """Return the run, how many steps it trained, and which checkpoints it passed over."""
         way = Parallel("fsdp", small(steps), saved, 4)
-        parts = count_calls(way, "local_batch")
+        parts = count_calls(way, "global_loss")
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             run = trained(small(steps), way)

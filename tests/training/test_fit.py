@@ -1,0 +1,441 @@
+"""fit: it trains as run_epoch does, stops where it should, and goes on to the same bits after a
+kill at any moment.
+"""
+
+import csv
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import types
+
+import numpy
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer.training import fit as module
+
+
+def parts(seed=0):
+    """A small model with dropout, its optimizer and its schedule."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    model = ff.make_model(9, 9, N=1, d_model=8, d_ff=16, h=2, dropout=0.3)
+    return model, *ff.make_optimizer(model.parameters(), 8, warmup=20)
+
+
+def pairs(count=30, seed=1):
+    draw = random.Random(seed)
+    rows = [[1, *(draw.randint(3, 8) for _ in range(draw.randint(2, 5))), 2] for _ in range(count)]
+    return [(row, row) for row in rows]
+
+
+def lists(count=7, seed=1):
+    return list(ff.token_batches(pairs(8 * count, seed), 48))[:count]
+
+
+def trained(batches, valid=None, **options):
+    model, optimizer, scheduler = parts()
+    given = dict(optimizer=optimizer, scheduler=scheduler, progress=False) | options
+    result = ff.fit(model, batches, valid, **given)
+    return model, optimizer, scheduler, result
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# ------------------------------------------------------------------------------------ the training
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(accumulation_steps=2, max_grad_norm=0.2, autocast=torch.bfloat16)], ids=str
+)
+def test_two_epochs_are_two_epochs_of_run_epoch(options):
+    """Bit for bit, with dropout; the losses are those of the updates. 8 batches, so that no update
+    takes those of two epochs.
+    """
+    batches = lists(8)
+    model, optimizer, scheduler = parts()
+    criterion = ff.LabelSmoothing(9, 0, 0.1)
+    compute, want = ff.SimpleLossCompute(model.generator, criterion), []
+    for _ in range(2):
+        ff.run_epoch(
+            batches, model.train(), compute, optimizer, scheduler, progress=False,
+            after_update=lambda loss: want.append(float(loss)), **options,
+        )  # fmt: skip
+    fitted, *_, result = trained(batches, epochs=2, **options)
+    assert same(fitted, model) and result.losses == want and not fitted.training
+    assert len(want) == 16 // options.get("accumulation_steps", 1)
+    assert result.validations == [] and result.best is None
+
+
+def test_the_loss_of_an_update_is_that_of_all_of_its_tokens():
+    batches, losses = lists(4), []
+    model, optimizer, _ = parts()
+    model.eval()
+    compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(9, 0, 0.1))
+    want = ff.run_epoch(batches, model, compute, progress=False)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.warns(UserWarning, match="eval"):
+        ff.run_epoch(
+            batches, model, compute, optimizer, progress=False, accumulation_steps=4,
+            after_update=losses.append,
+        )  # fmt: skip
+    assert len({int(x.ntokens) for x in batches}) > 1 and len(losses) == 1
+    assert abs(float(losses[0]) - want) < 1e-6
+
+
+def test_steps_count_updates_over_the_ends_of_epochs():
+    batches = lists(5)
+    model, _, scheduler, result = trained(batches, steps=7, accumulation_steps=2)
+    assert len(result.losses) == scheduler.last_epoch == 7  # 14 batches: almost three epochs
+    twice, *_ = trained(batches * 3, steps=7, accumulation_steps=2)
+    assert same(model, twice)
+
+
+def test_a_language_model_on_packed_rows_and_its_own_loss():
+    rows = [row for row, _ in pairs()]
+    model = ff.make_decoder(9, N=1, d_model=8, d_ff=16, h=2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(9, 0))
+    batches = ff.token_batches(rows, 40, packed=True)
+    result = ff.fit(
+        model, batches, optimizer=optimizer, epochs=12, loss_compute=compute, progress=False
+    )
+    assert sum(result.losses[-4:]) < 0.8 * sum(result.losses[:4])
+
+
+def test_the_default_loss_takes_the_padding_of_the_batches():
+    batches = ff.token_batches([[0, 3, 0, 4], [3, 0]], padding_idx=9)
+    model = ff.make_decoder(10, N=1, d_model=8, d_ff=16, h=2, dropout=0.0, padding_idx=9)
+    compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(10, 9, 0.1))
+    want = ff.run_epoch(batches, model, compute, progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    result = ff.fit(model, batches, optimizer=optimizer, steps=1, progress=False)
+    assert abs(result.losses[0] - want) < 1e-6
+
+
+# -------------------------------------------------------------------- validation, stopping, the log
+
+
+def test_validations_stop_the_run_and_the_best_weights_return():
+    """By a metric that rises, falls and stays: 1, 3, 2, 3."""
+    values, seen = iter([1, 3, 2, 3, 9]), []
+
+    def metric(model):
+        assert not model.training and not torch.is_grad_enabled()
+        seen.append({name: x.clone() for name, x in model.state_dict().items()})
+        return next(values)
+
+    model, *_, result = trained(lists(), lists(2, 5), epochs=9, metric=metric, patience=2)
+    assert [x["metric"] for x in result.validations] == [1, 3, 2, 3]
+    assert [(x["step"], x["epoch"]) for x in result.validations] == [
+        (7, 1), (14, 2), (21, 3), (28, 4),
+    ]  # fmt: skip
+    assert result.best == result.validations[1] and len(result.losses) == 28
+    assert all(torch.equal(x, seen[1][name]) for name, x in model.state_dict().items())
+    assert not torch.equal(seen[1]["generator.proj.bias"], seen[3]["generator.proj.bias"])
+
+
+def test_the_loss_of_valid_is_that_of_run_epoch_and_lower_is_better():
+    valid, batches = lists(2, 5), lists()
+    model, *_, result = trained(batches, valid, epochs=3, patience=9)
+    compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(9, 0, 0.1))
+    losses = [x["valid_loss"] for x in result.validations]
+    assert len(losses) == 3 and result.best["valid_loss"] == min(losses)
+    assert ff.run_epoch(valid, model, compute, progress=False) == min(losses)
+
+
+def test_validations_every_few_updates_and_at_the_end():
+    *_, result = trained(lists(), lists(2, 5), steps=10, valid_every=4)
+    assert [x["step"] for x in result.validations] == [4, 8, 10]
+    model, *_ = trained(lists(), lists(2, 5), steps=10, valid_every=4)
+    plain, *_ = trained(lists(), steps=10)
+    assert same(model, plain)  # a validation draws nothing and changes nothing
+
+
+def read_log(folder):
+    with open(folder / "log.csv", newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+class Board:
+    """Stands in for TensorBoard's SummaryWriter."""
+
+    events = None
+
+    def __init__(self, folder, purge_step):
+        self.events.append(("open", purge_step))
+
+    def add_scalar(self, name, value, step):
+        self.events.append((name, value, step))
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("board", [True, False])
+def test_the_log(board, tmp_path, monkeypatch):
+    """Rows of training and of validations, as CSV, for TensorBoard and for `report`."""
+    fake = types.ModuleType("torch.utils.tensorboard")
+    if board:
+        fake.SummaryWriter = Board
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake if board else None)
+    monkeypatch.setattr(Board, "events", [])
+    rows, folder = [], tmp_path / "new" / "log"
+    *_, result = trained(
+        lists(), lists(2, 5), epochs=2, log=folder, report=rows.append, report_every=4
+    )
+    assert [x["step"] for x in rows] == [4, 7, 8, 12, 14, 14]
+    assert [x["epoch"] for x in rows] == [1, 1, 2, 2, 2, 2]
+    for row, (first, last) in zip([x for x in rows if "loss" in x], [(0, 4), (4, 8), (8, 12)]):
+        assert math.isclose(row["loss"], sum(result.losses[first:last]) / 4, rel_tol=1e-6)
+        assert row["learning_rate"] == pytest.approx(ff.rate(last + 1, 8, 1.0, 20))
+        assert row["tokens_per_second"] > 0
+    assert [x for x in rows if "valid_loss" in x] == result.validations
+    written = read_log(folder)
+    assert [{k: x for k, x in row.items() if x} for row in written] == [
+        {k: str(x) for k, x in row.items()} for row in rows
+    ]
+    if board:
+        assert Board.events[0] == ("open", 1)
+        assert {(n, x, s) for n, x, s in Board.events[1:]} == {
+            (n, row[n], row["step"]) for row in rows for n in row if n not in ("step", "epoch")
+        }
+    assert (Board.events != []) == board
+
+
+def test_rows_are_printed(capsys):
+    """All rows without a terminal, none without progress, and beside a bar the validations."""
+    given = dict(epochs=1, report_every=5, metric=lambda model: 0.5)
+    trained(lists(), **given)
+    assert capsys.readouterr().out == ""
+    trained(lists(), **given, progress=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:5] for line in lines] == [
+        ["step", "5", "epoch", "1", "loss"],
+        ["step", "7", "epoch", "1", "metric"],
+        ["step", "7", "epoch", "1", "loss"],
+    ]
+    assert lines[1] == "step      7  epoch   1  metric   0.5000"
+    trained(lists(), **given, progress=True, description="here")
+    printed = capsys.readouterr().out
+    assert "metric   0.5000" in printed and "here" in printed and "lr" not in printed
+    assert "/7" in printed  # the bar knows the number of batches
+
+
+# ------------------------------------------------------------------------------------- resumption
+
+
+class Stopped(BaseException):
+    """Stands in for the death of the process."""
+
+
+class Drawn:
+    """Batches that depend on the generators of torch, NumPy and Python, drawn one by one."""
+
+    def __iter__(self):
+        draw = random.Random(int(torch.randint(99, ())) + int(numpy.random.randint(99)))
+        for _ in range(7):
+            x = torch.randint(3, 9, (draw.randint(2, 4), 2 + random.randint(2, 4)))
+            yield ff.Batch(x, x + int(numpy.random.randint(1)))
+
+
+def loader():
+    rows = torch.randint(3, 9, (28, 5), generator=torch.Generator().manual_seed(0))
+
+    def collate(x):
+        return ff.Batch(torch.stack(x), torch.stack(x))
+
+    return torch.utils.data.DataLoader(rows, 4, shuffle=True, collate_fn=collate)
+
+
+DATA = {
+    "token_batches": lambda: ff.token_batches(pairs(), 24, seed=2),
+    "a list": lists,
+    "a shuffled DataLoader": loader,
+    "drawn from the generators": Drawn,
+}
+
+
+def run(folder, data, dies=None, every=2, **options):
+    """All that a run has at its end: numbers and tensors. It dies at call `dies` of the model."""
+    calls = []
+
+    def metric(model):
+        random.random()
+        return float(model.generator.proj.bias.sum()) + float(torch.rand(()))
+
+    model, optimizer, scheduler = parts()
+    forward = model.forward
+
+    def counted(*given):
+        calls.append(1)
+        if len(calls) == dies:
+            raise Stopped
+        return forward(*given)
+
+    model.forward = counted
+    given = dict(
+        optimizer=optimizer, scheduler=scheduler, epochs=3, metric=metric, patience=2,
+        progress=False, report_every=3, log=folder, accumulation_steps=2,
+        checkpoints=ff.Checkpoints(folder / "checkpoints", {"steps": 99}, every),
+    )  # fmt: skip
+    result = ff.fit(model, data(), ff.token_batches(pairs(9, 7), 30), **given | options)
+    rows = [{k: x for k, x in row.items() if k != "tokens_per_second"} for row in read_log(folder)]
+    numbers = [*result, rows, random.getstate(), numpy.random.get_state()[1].tolist()]
+    tensors = [*model.state_dict().values(), torch.get_rng_state()]
+    tensors += [x for state in optimizer.state.values() for x in state.values()]
+    return [*numbers, scheduler.state_dict()["last_epoch"], [x.tolist() for x in tensors]]
+
+
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA.keys())
+def test_a_run_that_stopped_anywhere_goes_on_to_the_same_bits(data, tmp_path):
+    """In updates and in validations, more than once, with other batches read than trained."""
+    want = run(tmp_path / "whole", data)
+    assert want[0] and want[1]
+    for i, dies in enumerate([(2,), (7, 1), (10, 5, 6), (22, 3)]):
+        folder = tmp_path / str(i)
+        for call in dies:
+            with pytest.raises(Stopped):
+                run(folder, data, call)
+        assert run(folder, data) == want, dies
+
+
+def test_a_finished_run_resumes_to_what_it_was(tmp_path):
+    want = run(tmp_path, DATA["token_batches"], epochs=2)
+    again = run(tmp_path, DATA["token_batches"], epochs=2)
+    assert again[:4] == want[:4] and again[-1][:9] == want[-1][:9]
+    longer = run(tmp_path, DATA["token_batches"])
+    assert longer[0] == run(tmp_path / "whole", DATA["token_batches"])[0]
+
+
+def child(folder, seconds=None):
+    """Run in another process, killed after some seconds; return what the run has at its end."""
+    out = folder.with_name(folder.name + ".json")
+    process = os.fork()
+    if process == 0:
+        torch.set_num_threads(1)
+        try:
+            out.write_text(json.dumps(run(folder, DATA["token_batches"], every=1)))
+        except BaseException:
+            out.write_text(traceback.format_exc())
+        finally:
+            os._exit(0)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return None if seconds is not None else out.read_text()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.with_slow)])
+def test_kill_9(kills, tmp_path):
+    """At moments drawn from the clock; each run is killed again while it resumes. A checkpoint is
+    saved after each update.
+    """
+    draw, started = random.Random(kills), time.perf_counter()
+    want, saved = child(tmp_path / "whole"), []
+    seconds = time.perf_counter() - started
+    for i in range(kills):
+        moment = draw.uniform(0, seconds)
+        for until in (moment, draw.uniform(0, seconds - moment)):
+            child(tmp_path / f"{i}", until)
+        found = (tmp_path / f"{i}" / "checkpoints").glob("step-*/.metadata")
+        saved.append(max((int(x.parent.name[5:]) for x in found), default=0))
+        assert child(tmp_path / f"{i}") == want, saved
+    print(f"{len(json.loads(want)[0])} updates; resumed after {saved}")
+
+
+def test_a_run_of_another_form_goes_on(tmp_path):
+    """From checkpoints that a loop of one's own has saved: its batches are left out."""
+    batches, want = lists(), trained(lists(), epochs=1)[0]
+    model, optimizer, scheduler = parts()
+    saved = ff.Checkpoints(tmp_path, {"steps": 7}, 1)
+    _, losses = saved.begin(model, optimizer, scheduler)
+    compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(9, 0, 0.1))
+    for batch in batches[:3]:
+        ff.run_epoch([batch], model.train(), compute, optimizer, scheduler, progress=False)
+        losses.append(torch.zeros(()))
+        saved.end_step(losses)
+    model, *_, result = trained(batches, epochs=1, checkpoints=tmp_path)
+    assert same(model, want) and result.losses[:3] == [0, 0, 0] and len(result.losses) == 7
+
+
+def test_what_cuda_graphs_leave_in_an_optimizer_is_saved_as_numbers(tmp_path):
+    """Learning rates that are tensors, as run_epoch(cuda_graph=True) makes them."""
+
+    def run(steps, graph):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        rate = torch.tensor(0.01) if graph else 0.01
+        optimizer = torch.optim.Adam(model.parameters(), rate, foreach=False)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        saved = ff.Checkpoints(tmp_path, {"steps": steps}, 1)
+        done, losses = saved.begin(model, optimizer, scheduler)
+        for _ in range(done, steps):
+            loss = model(torch.ones(1, 3)).sum()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.detach())
+            saved.end_step(losses)
+        return done, float(optimizer.param_groups[0]["lr"])
+
+    assert run(2, True) == (0, pytest.approx(0.0025))
+    assert run(3, False) == (2, pytest.approx(0.00125))
+    assert run(4, True) == (3, pytest.approx(0.000625))
+
+
+# -------------------------------------------------------------------------------------- the errors
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, ValueError, "epochs is None and steps is None; expected one of them"),
+        ({"epochs": 1, "steps": 2}, ValueError, "epochs is 1 and steps is 2; expected one of"),
+        ({"epochs": 0}, ValueError, "epochs is 0; expected 1 or more"),
+        ({"steps": 1.5}, TypeError, "steps is a float"),
+        ({"steps": 1, "report_every": 0}, ValueError, "report_every is 0; expected 1 or more"),
+        ({"steps": 1, "patience": 0, "valid": []}, ValueError, "patience is 0; expected 1 or more"),
+        ({"steps": 1, "patience": 2}, ValueError, "patience is 2, without valid and metric"),
+        ({"steps": 1, "valid_every": 2}, ValueError, "valid_every is 2, without valid and metric"),
+        ({"steps": 1, "metric": 3}, TypeError, "metric is a int; expected a function"),
+        ({"steps": 1, "optimizer": 3}, TypeError, "optimizer is a int; expected one of torch.opt"),
+        ({"steps": 1, "checkpoints": 3}, TypeError, "checkpoints is a int; expected Checkpo"),
+        ({"steps": 1, "progress": 3}, TypeError, "progress is 3"),
+        ({"steps": 1, "batches": []}, ValueError, "batches holds no batch in epoch 1; expected an"),
+        ({"steps": 1, "batches": [3]}, TypeError, "batch 1 of data is a int; expected a Batch"),
+        ({"steps": 1, "batches": 3}, TypeError, "batches is a int; expected an iterable"),
+        ({"steps": 1, "autocast": torch.half, "scaler": 3}, TypeError, "scaler is a int; expected"),
+        ({"steps": 1, "log": 3}, TypeError, "log is a int; expected a folder, or None"),
+        ({"steps": 1, "report": 3}, TypeError, "report is a int; expected a function"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(options, error, words):
+    options = {"batches": lists(2)} | options
+    with pytest.raises(error, match=words):
+        trained(options.pop("batches"), options.pop("valid", None), **options)
+
+
+def test_batches_that_do_not_begin_again():
+    with pytest.raises(ValueError, match="batches holds no batch in epoch 2; expected an iterable"):
+        trained(iter(lists(3)), steps=4)
+
+
+def test_a_model_without_a_generator():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    words = "loss_compute is None, and model is a Linear without a Generator; expected a loss_comp"
+    with pytest.raises(ValueError, match=words):
+        ff.fit(model, lists(1), optimizer=optimizer, steps=1)
+    assert module.EVERY == 100

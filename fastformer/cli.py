@@ -152,10 +152,9 @@ def _command(arguments: argparse.Namespace) -> str:
 
 def run_plot(arguments: argparse.Namespace) -> int:
     name, parser = arguments.name, arguments.parser
-    if arguments.json is not None and name != "loss-curves":
-        parser.error(f"{name} takes no --json")
-    for option in ("layer", "head"):
-        if getattr(arguments, option) is not None and name != "attention-maps":
+    owners = {"json": "loss-curves", "layer": "attention-maps", "head": "attention-maps"}
+    for option, figure_name in owners.items():
+        if getattr(arguments, option) is not None and name != figure_name:
             parser.error(f"{name} takes no --{option}")
     if name in plots.PICTURES:
         with _threads(1):

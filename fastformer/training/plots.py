@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -250,7 +251,7 @@ LENGTHS = 128, 256, 512, 1024, 2048
 
 
 def _sequence_layers() -> Series:
-    """Measure the forward of three layers on a CPU, in milliseconds by length.
+    """Measure the forward of three layers on a CPU, in milliseconds of the processor by length.
 
     The names hold the growth from one length to the next, twice as long, over the last three.
     """
@@ -264,20 +265,11 @@ def _sequence_layers() -> Series:
     series = {}
     with torch.no_grad():
         for name, call in calls.items():
-            times = [_milliseconds(partial(call, torch.randn(1, n, d))) for n in LENGTHS]
+            given = [partial(call, torch.randn(1, n, d)) for n in LENGTHS]
+            times = [1000 * min(timeit.repeat(f, f, time.process_time, 7, 1)) for f in given]
             growth = (times[-1] / times[-3]) ** 0.5
             series[f"{name}: x {growth:.1f}"] = LENGTHS, times
     return series
-
-
-def _milliseconds(call: Callable[[], Any]) -> float:
-    """Return the processor's time of the fastest of some calls, after one that is not counted."""
-    times = []
-    for _ in range(8):
-        started = time.process_time()
-        call()
-        times.append(1000 * (time.process_time() - started))
-    return min(times[1:])
 
 
 class Picture(NamedTuple):

@@ -297,3 +297,13 @@ def test_rows_are_copied_only_where_their_features_are_strided():
 def test_powers_of_2():
     launch = pytest.importorskip("fastformer.kernels.launch")
     assert [launch.next_power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 512)] == [1, 1, 2, 4, 4, 8, 512]
+
+
+def test_the_tiles_of_attention_are_powers_of_2():
+    """Triton compiles no other blocks and no other number of warps."""
+    tables = pytest.importorskip("fastformer.kernels.attention.configurations")
+    shipped = *tables.CONFIGURATIONS.values(), *tables.SHORT.values(), *tables.OTHERS.values()
+    for tile in (tile for row in shipped for tile in row):
+        for n in tile[:3]:
+            assert n == 1 << (n.bit_length() - 1), tile
+        assert min(tile[:2]) >= 16 and 1 <= tile.warps <= 16 and 1 <= tile.stages <= 5, tile

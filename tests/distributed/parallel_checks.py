@@ -34,6 +34,7 @@ from dtensor_checks import (  # noqa: F401
     embedding,
     feed_forward,
     gated_activation,
+    gated_halves,
     losses,
     masks,
     no_targets,

@@ -198,4 +198,4 @@ def test_without_a_process_group():
 
 
 def test_few_tokens_strides_and_devices(tmp_path):
-    run(tmp_path, 2, "no_targets", "any_strides", "one_device")
+    run(tmp_path, 2, "no_targets", "any_strides", "one_device", "gated_halves")

@@ -703,6 +703,7 @@ def test_modules_on_meta(name):
     assert all(x.is_meta for x in tensors(function(**arguments)))
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("call", "words"),
     {
@@ -727,6 +728,10 @@ def test_modules_on_meta(name):
                 *heads().values(), heads()["key"], window=(-1, 0)
             ),
             r"window is \(-1, 0\).*None for no bound, which is -1 in flash-attn",
+        ),
+        "a number as a flag of a usual call, which torch computes": (
+            lambda: ff.scaled_dot_product_attention(*[floats(B, H, 16, D)] * 3, enable_gqa=1),
+            "enable_gqa is 1; expected True or False",
         ),
         "a nested tensor": (
             lambda: ff.layer_norm(torch.nested.nested_tensor([floats(2, D), floats(3, D)]), D),

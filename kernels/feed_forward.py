@@ -599,13 +599,13 @@ def _gradients(dy, hidden, dz, input, w_1, needs) -> tuple[Tensor, ...]:
     """Return the wanted gradients of input, w_1, b_1, w_2 and b_2, by torch's GEMMs and sums, from
     dy [M, d_out], h [M, F] and dz [M, rows of w_1]; the others have no elements.
     """
-    x, none = input.reshape(len(dy), w_1.shape[1]), input.new_empty(0)
+    x = input.reshape(len(dy), w_1.shape[1])
     return (
-        (dz @ w_1).view(input.shape) if needs[0] else none,
-        dz.t() @ x if needs[1] else none.clone(),
-        dz.sum(0) if needs[2] else none.clone(),
-        dy.t() @ hidden if needs[3] else none.clone(),
-        dy.sum(0) if needs[4] else none.clone(),
+        (dz @ w_1).view(input.shape) if needs[0] else input.new_empty(0),
+        dz.t() @ x if needs[1] else input.new_empty(0),
+        dz.sum(0) if needs[2] else input.new_empty(0),
+        dy.t() @ hidden if needs[3] else input.new_empty(0),
+        dy.sum(0) if needs[4] else input.new_empty(0),
     )
 
 

@@ -247,6 +247,8 @@ def dropout_add_layer_norm(draw):
     tensors["residual"] = draw.normal(*x.shape)
     tensors["weight"] = draw.parameter(x.shape[-1])
     tensors.setdefault("bias")
+    if draw.often():
+        tensors["input_bias"] = draw.parameter(x.shape[-1])
     options = {"eps": options["eps"], "unbiased": draw.often(), **draw.dropout()}
     return tensors, options | row_shard(draw, x.shape[:-1], x.shape[-1], (1, 0))
 

@@ -105,6 +105,8 @@ def _facts(op: str, size: int, kind: str) -> Case:
         return {"limit": kind == "limit"}
     if op == "layer_norm":
         return {"unbiased": kind == "unbiased"}
+    if op.startswith("dropout_add"):
+        return {"input_bias": kind == "input_bias"}
     if op == "rotary_embedding":
         part = 4 if "quarter" in words else 2 if "partial" in words else 1
         turned = {"norm": "norm" in words, "interleaved": "interleaved" in words}
@@ -177,6 +179,8 @@ _add("sm_90", "rms_norm", "bf16", (512, 16384))
 _add("sm_90", "dropout_add_layer_norm", "bf16", (512, 1024, 4096, 8192, 16384))
 _add("sm_90", "dropout_add_layer_norm", "fp32", (512, 8192))
 _add("sm_90", "dropout_add_rms_norm", "bf16", (512, 8192, 16384))
+_add("sm_90", "dropout_add_layer_norm", "bf16", (512, 1024, 4096, 8192, 16384), ["input_bias"])
+_add("sm_90", "dropout_add_rms_norm", "bf16", (512,), ["input_bias"])
 _add("sm_90", "embed", "bf16", (512, 4096))
 _add("sm_90", "rotary_embedding", "bf16", (64, 128, 256), ["", "norm"])
 _TURNED = "interleaved", "interleaved, norm", "partial, norm"
@@ -208,6 +212,7 @@ for _arch in ("sm_80", "sm_89", "sm_100", "sm_120", "gfx942", "gfx90a", "other")
     _add(_arch, "attention", "fp32", (64, 128, 256), _WITH_EVERY)
     _add(_arch, "layer_norm", "bf16", (8192, 16384))
     _add(_arch, "dropout_add_layer_norm", "bf16", (512, 8192))
+    _add(_arch, "dropout_add_layer_norm", "bf16", (512,), ["input_bias"])
     _add(_arch, "embed", "bf16", (512,))
     _add(_arch, "rotary_embedding", "bf16", (128,), ["norm"])
     _add(_arch, "geglu", "bf16", (4096,))

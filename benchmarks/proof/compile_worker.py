@@ -386,18 +386,22 @@ def call_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
 
 def call_dropout_add_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
     x, residual, *parameters = rows(case, 2, 2)
-    options = (0.1, 1e-5, False, empty(1, dtype=torch.int64), case.get("shard"))
+    own = rows(case, 0, 1)[0] if case["input_bias"] else None
+    options = (0.1, 1e-5, False, empty(1, dtype=torch.int64), case.get("shard"), own)
     output, *saved = layer_norm.add_forward(x, residual, *parameters, *options)
     gradients = torch.empty_like(output), torch.empty_like(output)
-    layer_norm.add_backward(*gradients, *parameters, *options, *saved, [True] * 4)
+    needs = [True] * 4 + [own is not None]
+    layer_norm.add_backward(*gradients, *parameters, *options, *saved, needs)
 
 
 def call_dropout_add_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
     x, residual, weight = rows(case, 2, 1)
-    options = weight, 0.1, 1e-5, empty(1, dtype=torch.int64), None
+    own = rows(case, 0, 1)[0] if case["input_bias"] else None
+    options = weight, 0.1, 1e-5, empty(1, dtype=torch.int64), None, own
     output, *saved = layer_norm.add_rms_forward(x, residual, *options)
     gradients = torch.empty_like(output), torch.empty_like(output)
-    layer_norm.add_rms_backward(*gradients, *options, *saved, [True] * 3)
+    needs = [True] * 3 + [own is not None]
+    layer_norm.add_rms_backward(*gradients, *options, *saved, needs)
 
 
 def call_cross_entropy(case: dict[str, Any], recorder: Recorder) -> None:

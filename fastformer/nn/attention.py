@@ -23,7 +23,7 @@ from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.embeddings import require_features
 from fastformer.nn.norms import RMSNorm
 from fastformer.nn.padding import Packing, pad, require_tokens, without_gaps
-from fastformer.nn.stream import dropout_probability, is_unmodified
+from fastformer.nn.stream import ResidualStream, dropout_probability, is_unmodified
 from fastformer.ops import functional
 from fastformer.ops.attention.joint import Projected, joint_attention
 
@@ -180,6 +180,7 @@ class MultiHeadedAttention(AliasedModule):
         rotary: tuple[Tensor, Tensor] | None = None,
         query_packing: Packing | None = None,
         dropout_seed: int | Tensor | None = None,
+        _stream: ResidualStream | None = None,
     ) -> Tensor:
         """Return the output [B, T, d_model], or [tokens, d_model] of a packed batch.
 
@@ -230,7 +231,8 @@ class MultiHeadedAttention(AliasedModule):
             return self._forward_cached(inputs, mask, options, cache, rotary)
         if isinstance(mask, Packing):
             options["dropout_seed"] = dropout_seed
-            return self._forward_packed(inputs, (query_packing, mask), options, rotary)
+            out = self._forward_packed(inputs, (query_packing, mask), options, rotary)
+            return self._output(query, out, _stream)
         for name, x in inputs.items():
             require_features(name, x, self.h * self.d_k)
         if checks.autocast_dtype(query) is None:
@@ -250,7 +252,20 @@ class MultiHeadedAttention(AliasedModule):
         more = dict(enable_gqa=grouped, dropout_seed=dropout_seed)
         out = joint_attention(op, projected, rotation, *given, **more, **options)
         self._keep_weights(q, k, mask, options)
-        return self._output(query, out.transpose(1, 2).flatten(2))
+        return self._output(query, out.transpose(1, 2).flatten(2), _stream)
+
+    def _output(
+        self, query: Tensor, heads: Tensor, stream: ResidualStream | None = None
+    ) -> Tensor:
+        """Return the projection of the concatenated heads [.., d_model], after the gate, without
+        its bias if the stream takes it.
+        """
+        if self.gate is not None:
+            heads = functional.gated_activation(self.gate(query), heads, "sigmoid")
+        last: Any = self.linears[3]
+        if stream is not None and _is_plain_linear(last) and stream.takes(last.bias):
+            return F.linear(heads, last.weight)
+        return last(heads)
 
     def _forward_cached(
         self,
@@ -303,8 +318,8 @@ class MultiHeadedAttention(AliasedModule):
         options: dict[str, Any],
         rotary: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Return the output [tokens, d_model] for inputs [tokens, d_model]. packings: that of the
-        queries, None if it is that of the keys, and that of the keys.
+        """Return the heads' outputs [tokens, d_model] for inputs [tokens, d_model]. packings: that
+        of the queries, None if it is that of the keys, and that of the keys.
         """
         query_packing, packing = packings
         own = self._query_packing(query_packing, packing, options)
@@ -344,13 +359,7 @@ class MultiHeadedAttention(AliasedModule):
             if options["bias"] is not None:
                 options["bias"] = pad(options["bias"].detach(), packing)[:, None, None]
             self._keep_weights(q, k, real, options)
-        return self._output(inputs["query"], out.flatten(1))
-
-    def _output(self, query: Tensor, heads: Tensor) -> Tensor:
-        """Return the projection of the concatenated heads [.., d_model], after the gate."""
-        if self.gate is not None:
-            heads = functional.gated_activation(self.gate(query), heads, "sigmoid")
-        return self.linears[3](heads)
+        return out.flatten(1)
 
     def _query_packing(
         self, query_packing: Packing | None, packing: Packing, options: dict[str, Any]

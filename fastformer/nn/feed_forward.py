@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastformer.checks import require_choice, require_size
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
-from fastformer.nn.stream import GATED, apply_feed_forward
+from fastformer.nn.stream import GATED, ResidualStream, apply_feed_forward
 from fastformer.ops.feed_forward import reference
 
 ACTIVATIONS = (*reference.ACTIVATIONS, *GATED)  # of the feed-forward layer
@@ -50,10 +50,16 @@ class PositionwiseFeedForward(AliasedModule):
         self.w_2 = nn.Linear(d_ff, d_model)
         self.dropout = make_dropout(dropout)
 
-    def forward(self, x: Tensor, dropout_seed: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        dropout_seed: Tensor | None = None,
+        *,
+        _stream: ResidualStream | None = None,
+    ) -> Tensor:
         require_linear_input("x", x, self.w_1)
         layers = self.w_1, self.activation, self.dropout, self.w_2
-        return apply_feed_forward(x, *layers, dropout_seed)
+        return apply_feed_forward(x, *layers, dropout_seed, _stream)
 
     def extra_repr(self) -> str:
         return "" if self.activation == "relu" else f"activation={self.activation}"

@@ -59,10 +59,15 @@ class LayerNorm(AliasedModule):
         )
 
     def after_sum(
-        self, x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
+        x_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum) of sum = residual + dropout(x), [...], from one kernel."""
-        options: Any = dict(unbiased=self.unbiased, dropout_seed=dropout_seed)
+        """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
+        options: Any = dict(unbiased=self.unbiased, dropout_seed=dropout_seed, input_bias=x_bias)
         return functional.dropout_add_layer_norm(
             x, residual, self.weight, self.bias, dropout_p, self.eps, **options
         )
@@ -96,11 +101,17 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def after_sum(
-        self, x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
+        x_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return (self(sum), sum), as `LayerNorm.after_sum` does."""
+        options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
         return functional.dropout_add_rms_norm(
-            x, residual, self.weight, dropout_p, self.eps, dropout_seed=dropout_seed
+            x, residual, self.weight, dropout_p, self.eps, **options
         )
 
     def extra_repr(self) -> str:

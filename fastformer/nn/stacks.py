@@ -20,7 +20,7 @@ from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import SublayerConnection, make_norm, require_norm_input
 from fastformer.nn.padding import Packing
 from fastformer.nn.seeds import Seeds, runs_forward_of
-from fastformer.nn.stream import ResidualStream, is_unmodified
+from fastformer.nn.stream import ResidualStream, fuses_sum, is_unmodified
 from fastformer.ops.dropout import drawn_ahead
 
 
@@ -66,6 +66,8 @@ class _Stack(nn.Module):
         with ahead:
             for i, layer in enumerate(self.layers):
                 own = () if cache is None else (cache.layer(i),)
+                followed = i + 1 < len(self.layers) or fuses_sum(self.norm)
+                stream.ends_at = None if followed else getattr(layer, "_sites", 0) - 1
                 if type(layer) is kind and is_unmodified(layer):
                     layer._through(stream, *context, *own, **options)
                 else:  # the layer is of another class or has hooks
@@ -222,7 +224,7 @@ class EncoderLayer(nn.Module):
     ) -> Tensor:
         require_cache(cache, LayerCache)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
-        stream = ResidualStream(x, _seeds or Seeds(self._sites))
+        stream = ResidualStream(x, _seeds or Seeds(self._sites), self._sites - 1)
         self._through(stream, mask, cache, rotary)
         return stream.value()
 
@@ -307,7 +309,7 @@ class DecoderLayer(nn.Module):
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
         if memory is not None or cache is None:
             require_norm_input("memory", memory, getattr(self.sublayer[0], "norm", None))
-        stream = ResidualStream(x, _seeds or Seeds(self._sites))
+        stream = ResidualStream(x, _seeds or Seeds(self._sites), self._sites - 1)
         self._through(stream, memory, src_mask, tgt_mask, cache)
         return stream.value()
 
@@ -338,10 +340,13 @@ class DecoderLayer(nn.Module):
 
 
 def _seed(stream: ResidualStream, module: Any, site: int) -> dict[str, Any]:
-    """Return the seed of a site as keyword argument, if the module takes one."""
+    """Return the seed of a site and the stream as keyword arguments, if the module takes them. A
+    hook of the module sees the whole output, and then the stream takes no bias.
+    """
     if not runs_forward_of(module, MultiHeadedAttention, PositionwiseFeedForward):
         return {}
-    return {"dropout_seed": stream.seed(site, module.dropout)}
+    seed = {"dropout_seed": stream.seed(site, module.dropout)}
+    return seed | {"_stream": stream} if is_unmodified(module) else seed
 
 
 def _add(

@@ -32,20 +32,33 @@ class ResidualStream:
     """The sum that a stack of sublayers reads and adds to, and an output not yet added to it.
 
     x: [..., features], the sum without the pending output. pending: the sublayer output that is not
-    added yet, of the shape of x, its dropout, which is applied first, and the seed of that; None if
-    x is complete. seeds: those from the layer that runs on.
+    added yet, of the shape of x, its dropout, which is applied first, the seed of that, and the
+    bias that the output lacks; None if x is complete. seeds: those from the layer that runs on.
+    ends_at: the site of the last sublayer, if no norm follows it.
     """
 
-    def __init__(self, x: Tensor, seeds: Seeds) -> None:
+    def __init__(self, x: Tensor, seeds: Seeds, ends_at: int | None = None) -> None:
         self.x = x
         self.seeds = seeds
-        self.pending: tuple[Tensor, nn.Dropout, Tensor | None] | None = None
+        self.ends_at = ends_at
+        self.pending: tuple[Tensor, nn.Dropout, Tensor | None, Tensor | None] | None = None
+        self._takes_bias = False
+        self._bias: Tensor | None = None
 
     def seed(self, site: int, dropout: nn.Module) -> Tensor | None:
         """Return the seed of a site of the layer that runs, or None if it drops nothing."""
         if type(dropout) is not nn.Dropout or not dropout_probability(dropout):
             return None
         return self.seeds.of(site, self.x.device)
+
+    def takes(self, bias: Tensor | None) -> bool:
+        """Return whether the running sublayer has to leave out the bias of its last linear layer,
+        which the kernel of the next norm then adds, and whose gradient it computes.
+        """
+        if bias is None or not self._takes_bias or backends.is_dtensor(bias):
+            return False
+        self._bias = bias
+        return True
 
     def add_sublayer(
         self,
@@ -59,9 +72,15 @@ class ResidualStream:
         that of the dropout in the layer.
         """
         x = self.normalize(norm) if norm_first else self.value()
+        plain = dropout if type(dropout) is nn.Dropout and is_unmodified(dropout) else None
+        followed = not norm_first or site != self.ends_at
+        kernels = backends.prefers_kernels(x) and not backends.is_sharded(x)
+        self._takes_bias = plain is not None and followed and kernels and fuses_sum(norm)
+        self._bias = None
         out = sublayer(x)
-        if type(dropout) is nn.Dropout and is_unmodified(dropout):
-            self.pending = out, dropout, self.seed(site, dropout)
+        self._takes_bias = False
+        if plain is not None:
+            self.pending = out, plain, self.seed(site, plain), self._bias
         else:
             self.x = self.x + dropout(out)
         if not norm_first:
@@ -70,16 +89,15 @@ class ResidualStream:
     def normalize(self, norm: nn.Module) -> Tensor:
         """Return norm(x), and add the pending output to x first.
 
-        Both happen in one kernel if the class of the norm itself defines `after_sum`. An inherited
-        `after_sum` does not count, because a subclass may compute something else.
+        Both happen in one kernel if `fuses_sum(norm)`.
         """
-        after_sum = type(norm).__dict__.get("after_sum")
-        if self.pending is None or after_sum is None or not is_unmodified(norm):
+        if self.pending is None or not fuses_sum(norm):
             return norm(self.value())
-        out, dropout, seed = self.pending
+        out, dropout, seed, bias = self.pending
         if out.dtype != self.x.dtype and autocast_dtype(out) is None:
             return norm(self.value())
-        normalized, self.x = after_sum(norm, out, self.x, dropout_probability(dropout), seed)
+        given = out, self.x, dropout_probability(dropout), seed, bias
+        normalized, self.x = type(norm).__dict__["after_sum"](norm, *given)
         self.pending = None
         return normalized
 
@@ -91,8 +109,25 @@ class ResidualStream:
         return self.x
 
 
-def add_dropped(x: Tensor, out: Tensor, dropout: nn.Module, seed: Tensor | None = None) -> Tensor:
-    """Return x + dropout(out), [..., features]. seed: of the mask on a shard; drawn, if None."""
+def fuses_sum(norm: nn.Module) -> bool:
+    """Return whether a sum and this norm of it are one kernel: the class of the norm itself defines
+    `after_sum`. An inherited one does not count, because a subclass may compute something else.
+    """
+    return "after_sum" in type(norm).__dict__ and is_unmodified(norm)
+
+
+def add_dropped(
+    x: Tensor,
+    out: Tensor,
+    dropout: nn.Module,
+    seed: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return x + dropout(out + bias), [..., features]. seed: of the mask on a shard; drawn, if
+    None.
+    """
+    if bias is not None:
+        out = (out + bias).to(out.dtype)
     if type(dropout) is nn.Dropout and backends.is_sharded(out) and is_unmodified(dropout):
         # On a shard nn.Dropout would draw another mask than in the unsharded model. The op draws
         # the same mask; its norm is not used.
@@ -110,8 +145,10 @@ def apply_feed_forward(
     dropout: nn.Module,
     w_2: nn.Module,
     dropout_seed: Tensor | None = None,
+    stream: ResidualStream | None = None,
 ) -> Tensor:
-    """Compute w_2(dropout(activation(w_1(x)))) for x [..., features].
+    """Compute w_2(dropout(activation(w_1(x)))) for x [..., features], without the bias of w_2 if
+    the stream takes it.
 
     The op `feed_forward`, or the op of a gated form, computes it if w_1, dropout and w_2 are
     unmodified modules of torch and the activation is a name. Otherwise they are called one by one.
@@ -124,7 +161,8 @@ def apply_feed_forward(
         and is_unmodified(w_1, dropout, w_2)
     ):
         p = dropout_probability(dropout)
-        parameters = (w_1.weight, w_1.bias, w_2.weight, w_2.bias)
+        taken = stream is not None and stream.takes(w_2.bias)
+        parameters = (w_1.weight, w_1.bias, w_2.weight, None if taken else w_2.bias)
         if activation in GATED:
             gated = getattr(functional, activation)
             return gated(x, *parameters, p, dropout_seed=dropout_seed)

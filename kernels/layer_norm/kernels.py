@@ -13,10 +13,11 @@ from ..common import Draw, drop_rows, read_seed
 
 
 class Inputs(NamedTuple):
-    """The input and the residual, [M, N] each."""
+    """The input and the residual, [M, N] each, and the bias of the input, [N]."""
 
     x: Any
     residual: Any
+    bias: Any
 
 
 class Statistics(NamedTuple):
@@ -37,10 +38,13 @@ class Gradients(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The partial sums of the gradients of weight and bias, [ranges of rows, N] each."""
+    """The partial sums of the gradients of weight, bias and the input's bias, [ranges of rows, N]
+    each.
+    """
 
     weight: Any
     bias: Any
+    input_bias: Any
 
 
 class ForwardStrides(NamedTuple):
@@ -75,6 +79,7 @@ class ForwardCase(NamedTuple):
     dropout: Any
     weight: Any
     bias: Any
+    input_bias: Any
     acc: Any
 
 
@@ -90,6 +95,7 @@ class BackwardCase(NamedTuple):
     need_x: Any
     need_weight: Any
     need_bias: Any
+    need_input_bias: Any
     acc: Any
 
 
@@ -144,6 +150,8 @@ def _sum(inputs, strides, rows, o, size, draw, tile: tl.constexpr, case: tl.cons
     """
     columns = o + tl.arange(0, tile.columns)
     x = _tile(inputs.x, rows, strides.x, columns, size, case.acc)
+    if case.input_bias:
+        x = x + _vector(inputs.bias, columns, size.N, case.acc)
     if case.dropout:
         x = drop_rows(x, rows, o, draw)
     if case.residual:
@@ -163,7 +171,7 @@ def _mean(total, N, RMS: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    inputs,  # [M, N] each
+    inputs,  # [M, N] each, and [N]
     W,  # [N]
     B,  # [N]
     Y,  # out [M, N]
@@ -252,8 +260,8 @@ def _read_statistics(statistics, rows, M, RMS: tl.constexpr):
 @triton.jit
 def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.constexpr):
     """Store columns o .. o + BLOCK - 1 of dx + ds, the gradient of the residual, and of Z * (dx +
-    ds), the gradient of the input. Without a residual, dx + ds is the gradient of the input. dx is
-    [BM, BLOCK]; `stride` is the row stride of ds.
+    ds), the gradient of the input, and return the latter. Without a residual, dx + ds is the
+    gradient of the input. dx is [BM, BLOCK]; `stride` is the row stride of ds.
     """
     columns = o + tl.arange(0, dx.shape[1])
     if case.ds:
@@ -263,16 +271,21 @@ def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.conste
         if case.dropout:
             dx = drop_rows(dx, rows, o, draw)
         _store_tile(gradients.dinput, rows, size.N, columns, size, dx)
+    return dx
 
 
 @triton.jit
-def _store_sums(sums, dw, db, columns, N, case: tl.constexpr):
-    """Store a program's partial sums for columns [BLOCK]: dw, db [BM, BLOCK] summed over BM."""
+def _store_sums(sums, dw, db, dinput, columns, N, case: tl.constexpr):
+    """Store a program's partial sums for columns [BLOCK]: dw, db and dinput [BM, BLOCK], summed
+    over BM.
+    """
     partial = tl.program_id(0).to(tl.int64) * N
     if case.need_weight:
         tl.store(sums.weight + partial + columns, tl.sum(dw, 0), mask=columns < N)
     if case.need_bias:
         tl.store(sums.bias + partial + columns, tl.sum(db, 0), mask=columns < N)
+    if case.need_input_bias:
+        tl.store(sums.input_bias + partial + columns, tl.sum(dinput, 0), mask=columns < N)
 
 
 @triton.jit
@@ -292,8 +305,8 @@ def backward_kernel(
     tile: tl.constexpr,
     case: tl.constexpr,
 ):
-    """One program owns a fixed range of rows: their dx, and the sums of dweight and dbias over
-    them. It adds up tiles [BM, BLOCK], and sums over BM only at the end.
+    """One program owns a fixed range of rows: their dx, and the sums of the parameters' gradients
+    over them. It adds up tiles [BM, BLOCK], and sums over BM only at the end.
     """
     N = size.N
     first = tl.program_id(0) * rows_per_program
@@ -302,6 +315,7 @@ def backward_kernel(
     c = tl.arange(0, tile.columns)
     dw = tl.zeros([tile.rows, tile.columns], case.acc)
     db = tl.zeros([tile.rows, tile.columns], case.acc)
+    dinput = tl.zeros([tile.rows, tile.columns], case.acc)
     draw = Draw(read_seed(SEED, case.dropout), dropout)
     weight = _weight(W, c, N, case)
     for o in tl.range(0, rows_per_program, tile.rows, num_stages=tile.stages):
@@ -314,12 +328,14 @@ def backward_kernel(
             coefficient = _coefficient(tl.sum(g * xhat, 1)[:, None], r, N, eps, case.unbiased)
             # dx = r (g - sum(g) / N - xhat c)
             dx = (g - _mean(tl.sum(g, 1), N, case.rms)[:, None] - xhat * coefficient) * r
-            _store_gradients(gradients, dx, rows, 0, strides.ds, own, draw, case)
+            dx = _store_gradients(gradients, dx, rows, 0, strides.ds, own, draw, case)
+            if case.need_input_bias:
+                dinput += dx
         if case.need_weight:
             dw += dy * xhat  # dweight = sum dy xhat
         if case.need_bias:
             db += dy  # dbias = sum dy
-    _store_sums(sums, dw, db, c, N, case)
+    _store_sums(sums, dw, db, dinput, c, N, case)
 
 
 @triton.jit
@@ -365,6 +381,7 @@ def backward_wide_dx_kernel(
 def backward_wide_weights_kernel(
     X,  # [M, N]: the input of the norm
     DY,  # [M, N]
+    DINPUT,  # [M, N]: the gradient of the input, if that of its bias is wanted
     sums,  # out [ranges of rows, N] each
     statistics,  # [M] each
     stride_x,
@@ -374,8 +391,8 @@ def backward_wide_weights_kernel(
     tile: tl.constexpr,
     case: tl.constexpr,
 ):
-    """One program owns BLOCK columns of a fixed range of rows: the sums of dweight and dbias over
-    these rows.
+    """One program owns BLOCK columns of a fixed range of rows: the sums of the parameters'
+    gradients over these rows.
     """
     first = tl.program_id(0) * rows_per_program
     end = tl.minimum(size.M, first + rows_per_program)
@@ -383,6 +400,7 @@ def backward_wide_weights_kernel(
     c = tl.program_id(1) * tile.columns + tl.arange(0, tile.columns)
     dw = tl.zeros([tile.rows, tile.columns], case.acc)
     db = tl.zeros([tile.rows, tile.columns], case.acc)
+    dinput = tl.zeros([tile.rows, tile.columns], case.acc)
     for o in tl.range(0, rows_per_program, tile.rows):
         rows = (first + o + tl.arange(0, tile.rows)).to(tl.int64)
         mean, r = _read_statistics(statistics, rows, end, case.rms)
@@ -391,4 +409,6 @@ def backward_wide_weights_kernel(
             dw += dy * (_tile(X, rows, stride_x, c, own, case.acc) - mean) * r
         if case.need_bias:
             db += dy
-    _store_sums(sums, dw, db, c, size.N, case)
+        if case.need_input_bias:
+            dinput += _tile(DINPUT, rows, size.N, c, own, case.acc)
+    _store_sums(sums, dw, db, dinput, c, size.N, case)

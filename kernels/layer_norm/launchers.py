@@ -121,6 +121,7 @@ class _Forward:
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
+        input_bias: Tensor | None,
         options: Options,
     ) -> None:
         n = options.n
@@ -134,6 +135,7 @@ class _Forward:
             dropout=options.dropout_p > 0,
             weight=weight is not None,
             bias=bias is not None,
+            input_bias=input_bias is not None,
             acc=triton_dtype(self.dtype),
         )
         tiles = _tiles("forward", x, n, case)
@@ -159,29 +161,29 @@ def _run_forward(
     bias: Tensor | None,
     seed: Tensor | None,
     options: Options,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, s (x without a residual), mean [M] and r [M]. RMSNorm returns r for the mean."""
     if x.numel() == 0:  # also if n is 0
         mean = x.new_empty(0, dtype=accumulator(x))
         return x.new_empty(x.shape), x.new_empty(x.shape), mean, torch.empty_like(mean)
-    tensors = layouts(x, residual, weight, bias)
+    tensors = layouts(x, residual, weight, bias, input_bias)
     key = "layer_norm", options, x.device, tensors, alignment(seed)
     plan = plans.get(key)
     if plan is None:
-        given = x, residual, weight, bias
+        given = x, residual, weight, bias, input_bias
         made: Any = (
             *(t if t is None else as_rows(t, options.n) for t in given[:2]),
             *(t if t is None else t.contiguous() for t in given[2:]),
         )
         if any(a is not b for a, b in zip(given, made)):
-            x, residual, weight, bias = made
-            return _run_forward(x, residual, weight, bias, seed, options)
-        plan = remembered(key, _Forward(x, residual, weight, bias, options))
+            return _run_forward(*made[:4], seed, options, made[4])
+        plan = remembered(key, _Forward(*given, options))
     y = x.new_empty_strided(*plan.like)
     s = x if residual is None else x.new_empty_strided(*plan.like)
     reciprocal = x.new_empty_strided(*plan.statistics, dtype=plan.dtype)
     mean = reciprocal if options.rms else torch.empty_like(reciprocal)
-    inputs = x, x if residual is None else residual
+    inputs = x, x if residual is None else residual, x if input_bias is None else input_bias
     # x stands in for each absent tensor: a kernel compiled without it never reads it.
     w, b = x if weight is None else weight, x if bias is None else bias
     with on_device(x):
@@ -208,6 +210,10 @@ class Needs(NamedTuple):
     x: bool
     weight: bool
     bias: bool = False
+    input_bias: bool = False
+
+
+_OF_SUMS = "rms", "need_weight", "need_bias", "need_input_bias", "acc"  # fields of `BackwardCase`
 
 
 class _Backward:
@@ -228,12 +234,13 @@ class _Backward:
             need_x=needs.x,
             need_weight=needs.weight,
             need_bias=needs.bias,
+            need_input_bias=needs.input_bias,
             acc=acc,
         )
         tiles = _tiles("backward", x, n, case)
         per_program = max(tiles.rows, triton.cdiv(rows, PARTIAL_SUMS))
         runs = triton.cdiv(rows, per_program)
-        self.partial = needs.weight + needs.bias, runs, n
+        self.partial = sum(needs[2:]), runs, n
         size = Size(rows, n)
         tensors = x, given.grad, given.grad if given.grad_sum is None else given.grad_sum
         strides = BackwardStrides(*(row_stride(t, n) for t in tensors))
@@ -257,11 +264,10 @@ class _Backward:
             self.rows_kernel = Launch(
                 backward_wide_dx_kernel, grid, arguments, tiles.warps, groups=GROUPS
             )
-        if needs.weight or needs.bias:
+        if any(needs[2:]):
             wide = WIDE_WEIGHTS
-            case = BackwardCase(*[False] * len(case))._replace(  # the others are for dx
-                rms=case.rms, need_weight=needs.weight, need_bias=needs.bias, acc=acc
-            )
+            own = {name: value for name, value in case._asdict().items() if name in _OF_SUMS}
+            case = BackwardCase(*[False] * len(case))._replace(**own)  # the others are for dx
             arguments = dict(
                 stride_x=strides.x,
                 stride_dy=strides.dy,
@@ -280,7 +286,7 @@ def _run_backward(
     given: _Given, options: Options, needs: Needs, *parameters: Tensor | None
 ) -> list[Tensor]:
     """Return the gradient of the residual (of x without one), the gradient of x with a residual,
-    and those of the parameters, weight and bias. What is not needed is empty.
+    and those of the parameters: weight, bias and the bias of x. What is not needed is empty.
     """
     grad, grad_sum, x, weight, seed, mean, reciprocal = given
     dx = x.new_empty(x.shape if needs.x else 0)
@@ -313,7 +319,7 @@ def _run_backward(
             if needs.x:
                 plan.rows_kernel(*read, gradients, statistics, seed)
             if any(wanted):
-                plan.weights_kernel(x, grad, sums, statistics)
+                plan.weights_kernel(x, grad, dinput if needs.input_bias else x, sums, statistics)
         if any(wanted):
             add_up(partial, [t for t, need in zip(results, wanted) if need])
     return [dx, dinput, *results]
@@ -415,7 +421,8 @@ def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, 
 
 # ------------------------------------------------------------------------ residual, dropout, norm
 
-_ARGUMENTS = "float dropout_p, float eps, bool unbiased, Tensor? dropout_seed, SymInt[]? shard"
+_REST = "Tensor? dropout_seed, SymInt[]? shard, Tensor? input_bias"
+_ARGUMENTS = f"float dropout_p, float eps, bool unbiased, {_REST}"
 
 
 def _fake_add(input, residual, weight, *_):
@@ -429,74 +436,80 @@ def _fake_add(input, residual, weight, *_):
     "-> (Tensor normalized, Tensor residual_out, Tensor mean, Tensor reciprocal)",
     _fake_add,
 )
-def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed, shard):
+def add_forward(
+    input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed, shard, input_bias
+):
     """Launch the forward: (normalized, residual_out, mean [M], r [M])."""
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
-    return _run_forward(input, residual, weight, bias, dropout_seed, options)
+    return _run_forward(input, residual, weight, bias, dropout_seed, options, input_bias)
 
 
 def _gradients(needs, residual_out, *parameters):
     """Make uninitialised gradients of the input, the residual and the parameters."""
-    x = needs[0] or needs[1]
+    x = needs[0] or needs[1] or needs[-1]
     rest = (_or_nothing(need, p, residual_out) for need, p in zip(needs[2:], parameters))
     return *(_or_nothing(x, residual_out, residual_out) for _ in range(2)), *rest
 
 
 def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
-    residual_out, _, _, needs = rest[-4:]
-    return _gradients(needs, residual_out, weight, bias)
+    input_bias, residual_out, _, _, needs = rest[-5:]
+    return _gradients(needs, residual_out, weight, bias, input_bias)
 
 
 @register(
     "dropout_add_layer_norm_backward(Tensor grad_normalized, Tensor? grad_residual_out, "
     f"Tensor weight, Tensor? bias, {_ARGUMENTS}, Tensor residual_out, Tensor mean, "
     "Tensor reciprocal, bool[] needs) "
-    "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
+    "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias, "
+    "Tensor grad_input_bias)",
     _fake_add_backward,
 )
 def add_backward(
     grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, seed, shard, *rest
 ):
-    """Launch one pass for all gradients, and add up the partial sums of those of the weights."""
-    residual_out, mean, reciprocal, needs = rest
+    """Launch one pass for all gradients, and add up the partial sums of the parameters'."""
+    input_bias, residual_out, mean, reciprocal, needs = rest
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
     given = grad_normalized, grad_residual_out, residual_out, weight, seed, mean, reciprocal
-    wanted = Needs(True, needs[0] or needs[1], *needs[2:])
-    dx, dinput, *rest = _run_backward(_Given(*given), options, wanted, weight, bias)
+    wanted = Needs(True, needs[0] or needs[1] or needs[4], *needs[2:])
+    parameters = weight, bias, input_bias
+    dx, dinput, *rest = _run_backward(_Given(*given), options, wanted, *parameters)
     return dinput, dx, *rest
 
 
 @register(
     "dropout_add_rms_norm(Tensor input, Tensor residual, Tensor weight, float dropout_p, "
-    "float eps, Tensor? dropout_seed, SymInt[]? shard) "
+    f"float eps, {_REST}) "
     "-> (Tensor normalized, Tensor residual_out, Tensor reciprocal)",
     lambda *given: _fake_add(*given)[:3],
 )
-def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed, shard):
+def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed, shard, input_bias):
     """Launch the forward: (normalized, residual_out, r [M])."""
     options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p, shard=row_shard(shard))
-    y, total, _, r = _run_forward(input, residual, weight, None, dropout_seed, options)
+    given = input, residual, weight, None, dropout_seed, options, input_bias
+    y, total, _, r = _run_forward(*given)
     return y, total, r
 
 
 def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
-    residual_out, _, needs = rest[-3:]
-    return _gradients(needs, residual_out, weight)
+    input_bias, residual_out, _, needs = rest[-4:]
+    return _gradients(needs, residual_out, weight, input_bias)
 
 
 @register(
     "dropout_add_rms_norm_backward(Tensor grad_normalized, Tensor? grad_residual_out, "
-    "Tensor weight, float dropout_p, float eps, Tensor? dropout_seed, SymInt[]? shard, "
+    f"Tensor weight, float dropout_p, float eps, {_REST}, "
     "Tensor residual_out, Tensor reciprocal, bool[] needs) "
-    "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight)",
+    "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_input_bias)",
     _fake_add_rms_backward,
 )
 def add_rms_backward(
-    grad_normalized, grad_residual_out, weight, dropout_p, eps, seed, shard, residual_out, r, needs
+    grad_normalized, grad_residual_out, weight, dropout_p, eps, seed, shard, input_bias, *rest
 ):
     """Launch as `add_backward` does. r is passed for the mean, which no kernel reads."""
+    residual_out, r, needs = rest
     options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p, shard=row_shard(shard))
     given = _Given(grad_normalized, grad_residual_out, residual_out, weight, seed, r, r)
-    wanted = Needs(True, needs[0] or needs[1], *needs[2:])
-    dx, dinput, *rest = _run_backward(given, options, wanted, weight)
-    return dinput, dx, *rest
+    wanted = Needs(True, needs[0] or needs[1] or needs[3], needs[2], False, needs[3])
+    dx, dinput, dweight, _, dbias = _run_backward(given, options, wanted, weight, None, input_bias)
+    return dinput, dx, dweight, dbias

@@ -76,9 +76,13 @@ ARGUMENTS = {
         (r(3, 5), r(3, 5), r(5), r(5), 0.25),
         {"eps": 0.1, "unbiased": True, "dropout_seed": 1},
     ),
+    "dropout_add_layer_norm, biases": lambda r: (
+        (r(3, 5), r(3, 5), r(5), None, 0.25),
+        {"dropout_seed": 1, "input_bias": r(5)},
+    ),
     "dropout_add_rms_norm": lambda r: (
         (r(3, 5), r(3, 5), r(5), 0.25),
-        {"eps": 0.1, "dropout_seed": 1},
+        {"eps": 0.1, "dropout_seed": 1, "input_bias": r(5)},
     ),
     "geglu": lambda r: (
         (r(3, 4), r(12, 4), r(12), r(5, 6), r(5), 0.25),

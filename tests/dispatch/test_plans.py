@@ -158,7 +158,8 @@ def layer_norm():
 def dropout_add_layer_norm():
     base = {"input": at(0, 6, 8), "residual": at(0, 6, 8), "weight": at(0, 8), "bias": at(0, 8)}
     base |= {"dropout_p": 0.5, "dropout_seed": at(0, 1, dtype=torch.int64)}
-    first, last = ["layer_norm"], ["layer_norm backward"]
+    base["input_bias"] = at(0, 8)
+    first, last, sums = ["layer_norm"], ["layer_norm backward"], ["partial sums"]
     ones = at(0, 6, 8)
     return ff.dropout_add_layer_norm, base, [
         (first + last, {"dropout_p": 0.6}),
@@ -166,6 +167,8 @@ def dropout_add_layer_norm():
         (first, {"input": at(1, 6, 8)}),
         (first, {"residual": at(1, 6, 8)}),
         (first, {"residual": at(0, 6, 8, step=12)}),
+        (first, {"input_bias": at(1, 8)}),
+        (first + last + sums, {"input_bias": None}),
         (last, {"gradient": (ones,)}),
         (last, {"gradient": (ones, at(1, 6, 8))}),
         (last, {"gradient": (ones, at(0, 6, 8, step=12))}),

@@ -259,7 +259,7 @@ def norms(folder):
     """Over the rows, of each norm; features that are sharded are exchanged for rows."""
     x, r = drawn(4, 6, 8), drawn(4, 6, 8, seed=1)
     w, b = drawn(8, seed=2), drawn(8, seed=3)
-    every = {"input": "01d", "residual": "01d", "weight": "w", "bias": "w"}
+    every = {"input": "01d", "residual": "01d", "weight": "w", "bias": "w", "input_bias": "w"}
     of_one = functools.partial(ff.layer_norm, normalized_shape=[8])
     cases = [
         ("layer_norm", of_one, dict(input=x, weight=w, bias=b)),
@@ -271,6 +271,7 @@ def norms(folder):
         layer = functools.partial(ff.dropout_add_layer_norm, **add)
         rms = functools.partial(ff.dropout_add_rms_norm, **add)
         cases += [(f"add layer {p}", layer, sums | dict(bias=b)), (f"add rms {p}", rms, sums)]
+        cases.append((f"add biases {p}", layer, sums | dict(bias=b, input_bias=2 * b)))
     for name, function, tensors in cases:
         letters = {n: every[n] for n in tensors}
         case = Case(name, function, tensors, letters, "01d")

@@ -184,7 +184,7 @@ def test_ops_of_an_encoder_layer(device):
     assert sum(backward.values()) == BACKWARD_OPS, backward
 
 
-FORWARD_OPS, BACKWARD_OPS = 8, 11
+FORWARD_OPS, BACKWARD_OPS = 8, 10
 
 
 def saved_bytes(function, parameters):

@@ -224,18 +224,23 @@ def rms_norm(input, weight=None, *, normalized_shape, eps):
     return [x * (1 if weight is None else weight)]
 
 
+def added(x, residual, bias, dropout_p, dropout_seed, shard):
+    factors = row_factors(x.shape, dropout_p, dropout_seed, shard)
+    return residual + factors * (x if bias is None else x + bias)
+
+
 def dropout_add_layer_norm(
     input, residual, weight, bias=None, *, dropout_p=0.0, dropout_seed=0, eps=1e-5, unbiased=False,
-    shard=None,
+    shard=None, input_bias=None,
 ):  # fmt: skip
-    total = residual + row_factors(input.shape, dropout_p, dropout_seed, shard) * input
+    total = added(input, residual, input_bias, dropout_p, dropout_seed, shard)
     return [normalized(total, weight, bias, eps, unbiased), total]
 
 
 def dropout_add_rms_norm(
-    input, residual, weight, *, dropout_p=0.0, dropout_seed=0, eps, shard=None
+    input, residual, weight, *, dropout_p=0.0, dropout_seed=0, eps, shard=None, input_bias=None
 ):  # fmt: skip
-    total = residual + row_factors(input.shape, dropout_p, dropout_seed, shard) * input
+    total = added(input, residual, input_bias, dropout_p, dropout_seed, shard)
     return [*rms_norm(total, weight, normalized_shape=None, eps=eps), total]
 
 

@@ -286,6 +286,52 @@ def test_sum_without_a_bias_and_strided(backend, device, against_oracle):
     against_oracle(joined_sum, x, dropout_p=0.1)
 
 
+@pytest.mark.sample
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("shape", [(3, 63), (600, 100), (2, 3, 40), (9, 8500)], ids=str)
+def test_bias_of_the_input(backend, device, against_oracle, shape, dtype, dropout_p):
+    """With its gradient, of strided tensors too."""
+    x = added(*shape, dtype=dtype, device=device)
+    x["input_bias"] = torch.randn(2 * shape[-1], device=device).to(dtype)[::2]
+    against_oracle(joined_sum, x, dropout_p=dropout_p, eps=1e-3)
+    del x["bias"]
+    x["input"] = x["input"].transpose(0, -1).contiguous().transpose(0, -1)
+    against_oracle(rms_sum, x, dropout_p=dropout_p, eps=1e-3)
+
+
+def test_bias_of_the_input_by_its_parts(backend, device):
+    """It is dropped with the input, by the same mask; in float32 beside an input in 16 bits; its
+    gradient has the same bits in each run.
+    """
+    x = added(60, 40, dtype=torch.bfloat16, device=device)
+    own = (torch.rand(40, device=device) + 0.5).requires_grad_()
+    zeros = {**x, "input": x["input"] * 0, "residual": x["residual"] * 0}
+    _, kept = ff.dropout_add_layer_norm(**zeros, **DROPOUT, input_bias=own)
+    drop = dropout.dropped_rows(torch.tensor([3], device=device), 60, 40, 0.3).view(60, 40)
+    assert torch.equal(kept == 0, drop)
+    grads = [
+        torch.autograd.grad(ff.dropout_add_layer_norm(**x, **DROPOUT, input_bias=own)[1], own, kept)
+        for _ in range(3)
+    ]
+    assert all(torch.equal(grads[0][0], grad) for (grad,) in grads)
+    scale = 1 / (1 - ff.checks.require_dropout("p", 0.3))
+    want = (kept.double() * ~drop).sum(0) * scale
+    torch.testing.assert_close(grads[0][0].double(), want, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("n", [64, 8500])
+def test_one_gradient_of_the_input_or_its_bias(backend, device, n):
+    """It is the same as beside the others."""
+    x = added(37, n, device=device) | {"input_bias": torch.randn(n, device=device)}
+    leaves = {name: t.requires_grad_() for name, t in x.items()}
+    every = torch.autograd.grad(joined_sum(**leaves, dropout_p=0.3).sum(), [*leaves.values()])
+    for name, want in zip(leaves, every):
+        given = {key: t if key == name else t.detach() for key, t in leaves.items()}
+        (have,) = torch.autograd.grad(joined_sum(**given, dropout_p=0.3).sum(), leaves[name])
+        torch.testing.assert_close(have, want)
+
+
 def test_the_sum_by_its_parts(backend, device):
     x = added(2, 5, 16, device=device)
     normalized, total = ff.dropout_add_layer_norm(**x, dropout_p=0.5, dropout_seed=3)
@@ -343,8 +389,8 @@ def test_gradients_that_nobody_takes_are_not_made(device, monkeypatch, op, expec
     given = {
         "": (x, x, [6], row, row, 1e-5, False, ones, ones, [True] * 3),
         "rms_": (x, x, [6], row, 1e-5, ones, [True] * 2),
-        "add_": (x, None, row, row, 0.0, 1e-5, False, None, None, x, ones, ones, [True] * 4),
-        "add_rms_": (x, None, row, 0.0, 1e-5, None, None, x, ones, [True] * 3),
+        "add_": (x, None, row, row, 0.0, 1e-5, False, None, None, row, x, ones, ones, [True] * 5),
+        "add_rms_": (x, None, row, 0.0, 1e-5, None, None, row, x, ones, [True] * 4),
     }[op]
     with Made() as made:
         getattr(norm, op + "backward")(*given)
@@ -383,7 +429,8 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_
             x = {**inputs(*shape, device=device), "input": wide[:, : shape[1]]}
             rule = {"normalized_shape": shape[1], "eps": 1e-2, "unbiased": unbiased}
             against_oracle(functional.layer_norm, x, **rule)
-            against_oracle(joined_sum, added(*shape, device=device), dropout_p=0.3, eps=1e-2)
+            summed = added(*shape, device=device) | dict(input_bias=x["bias"].flip(0))
+            against_oracle(joined_sum, summed, dropout_p=0.3, eps=1e-2)
             x.pop("bias")
             against_oracle(functional.rms_norm, x, normalized_shape=shape[1], eps=1e-2)
 

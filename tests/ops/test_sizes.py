@@ -214,12 +214,12 @@ def test_norms_past_int32(last_program, random, monkeypatch, wide):
         monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(16, 512, 4))
     monkeypatch.setattr(norm, "PARTIAL_SUMS", MANY)
     x, residual, dy, ds, w, b = (random(FEATURES) for _ in range(6))
-    options = w, b, 0.0, 1e-5, False, None, None
+    options = w, b, 0.0, 1e-5, False, None, None, None
 
     def run(rows):
         given, residuals, *grads = (t.expand(rows, FEATURES) for t in (x, residual, dy, ds))
         y, *saved = norm.add_forward(given, residuals, *options)
-        grads = norm.add_backward(*grads, *options, *saved, [True, True, False, False])
+        grads = norm.add_backward(*grads, *options, *saved, [True, True, False, False, False])
         return y, saved[0], *grads[:2]
 
     same_in_the_end(run)
@@ -430,7 +430,7 @@ def test_partial_sums_past_int32(places, random, monkeypatch, wide):
     tiles = norm.Tiles(1, 512 if wide else FEATURES, 4)
     monkeypatch.setattr(norm, "configuration", lambda *_: tiles)
     monkeypatch.setattr(norm, "PARTIAL_SUMS", MANY)
-    kernel, place = ("weights_kernel", 2) if wide else ("rows_kernel", 4)
+    kernel, place = ("weights_kernel", 3) if wide else ("rows_kernel", 4)
     former, given = norm._Backward, []
 
     def made(*arguments):

@@ -102,11 +102,11 @@ OPS = {
     "rms_norm": lambda: norm(False),
     "dropout_add_layer_norm": lambda: dict(
         input=floats(B, D), residual=floats(B, D), weight=floats(D), bias=floats(D), eps=1e-5,
-        unbiased=True, **DROPOUT, shard=(2, 0, D, 1, 3),
+        unbiased=True, **DROPOUT, shard=(2, 0, D, 1, 3), input_bias=floats(D),
     ),
     "dropout_add_rms_norm": lambda: dict(
         input=floats(B, D), residual=floats(B, D), weight=floats(D), eps=1e-5, **DROPOUT,
-        shard=(2, 0, D, 1, 3),
+        shard=(2, 0, D, 1, 3), input_bias=floats(D),
     ),
     "feed_forward": lambda: dict(
         input=floats(B, D), w_1=floats(F, D), b_1=floats(F), w_2=floats(D, F), b_2=floats(D),

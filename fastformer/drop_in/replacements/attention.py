@@ -27,6 +27,7 @@ from fastformer.drop_in.replacements.base import (
 )
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.padding import Packing
+from fastformer.nn.stream import ResidualStream
 from fastformer.ops import functional
 from fastformer.ops.attention.joint import Projected, joint_attention
 
@@ -76,9 +77,11 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         value: Tensor,
         seen: Visibility,
         seed: Tensor | None = None,
+        stream: ResidualStream | None = None,
     ) -> Tensor:
         """Return the output [N, L, E], [L, N, E] or [L, E], in the layout of the query. In a packed
         batch, query, key, value and output are [tokens, E]. seed: that of dropout; drawn, if None.
+        stream: that of a layer, which may take the bias of the output.
         """
         p = self.dropout if self.training else 0.0
         if seen.cache is not None:
@@ -100,7 +103,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             op, options = "scaled_dot_product_attention", dict(bias=seen.bias, dropout_seed=seed)
             out = joint_attention(op, projected, rotation, *given, **options)
             out = self._heads_last(out, query.dim() == 3)
-        return F.linear(out, self.out_proj.weight, self.out_proj.bias)
+        taken = stream is not None and stream.takes(self.out_proj.bias)
+        return F.linear(out, self.out_proj.weight, None if taken else self.out_proj.bias)
 
     def _attend_cached(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, p: float

@@ -102,7 +102,7 @@ class FusedChains(AnySignature):
             x = F.dropout(x, p) if p else x
             return None, x + residual if reverse else residual + x, None
         with ops_of(self):
-            normalized, total = vars(type(norm))["after_sum"](norm, x, residual, p, None)
+            normalized, total = vars(type(norm))["after_sum"](norm, x, residual, p, None, None)
         counted = not (torch.compiler.is_compiling() or total.is_inference())
         return normalized, total, total._version if counted else None
 

@@ -74,7 +74,7 @@ class OnStream(Accelerated):
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, *tensors, *hints)
         assert tensors[0] is not None
-        stream = ResidualStream(tensors[0], seeds or Seeds(self._sites))
+        stream = ResidualStream(tensors[0], seeds or Seeds(self._sites), self._sites - 1)
         self._through(stream, *context)
         return self._stream_output(stream, tensors[0])
 
@@ -138,7 +138,7 @@ class Layer(OnStream):
         def attend(x: Tensor) -> Tensor:
             keys = x if memory is None else memory
             with ops_of(attention):
-                return attention._attend(x, keys, keys, visibility, seed)
+                return attention._attend(x, keys, keys, visibility, seed, stream)
 
         return attend
 
@@ -148,7 +148,7 @@ class Layer(OnStream):
         """Return the function x -> linear2(dropout(activation(linear1(x))))."""
         parts = self.linear1, op_activation(self.activation), self.dropout, self.linear2
         seed = stream.seed(site, self.dropout)
-        return lambda x: apply_feed_forward(x, *parts, seed)
+        return lambda x: apply_feed_forward(x, *parts, seed, stream)
 
 
 def in_order_of(x: Tensor, out: Tensor) -> Tensor:

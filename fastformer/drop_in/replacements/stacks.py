@@ -79,7 +79,9 @@ class Stack(OnStream):
         return sum(layer._sites for layer in self.layers)
 
     def _through(self, stream: ResidualStream, *context: object) -> None:
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            followed = i + 1 < len(self.layers) or self.norm is not None
+            stream.ends_at = None if followed else layer._sites - 1
             layer._through(stream, *context)
             stream.seeds = stream.seeds.after(layer._sites)
 

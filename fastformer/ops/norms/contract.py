@@ -123,11 +123,14 @@ def dropout_add_layer_norm(
     unbiased: bool = False,
     dropout_seed: int | Tensor | None = None,
     shard: Sequence[int] | None = None,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute residual_out = residual + dropout(input) and layer_norm(residual_out), in one pass.
+    """Compute residual_out = residual + dropout(input + input_bias) and layer_norm(residual_out),
+    in one pass.
 
     A Transformer computes this between two sublayers: the residual sum of the one and the norm of
-    the next.
+    the next. input_bias is the bias of the linear layer that ends the sublayer, if that layer has
+    not added it: its gradient is then summed beside those of weight and bias.
 
     Args:
         input: [..., *weight.shape], float32, float16, bfloat16 or float64: a sublayer's output.
@@ -144,6 +147,7 @@ def dropout_add_layer_norm(
             row is the global index of the first row. If sequences are sharded, run is the local and
             sequence the global number of rows of each: local row i is global row
             row + i // run * sequence + i % run. column is 0: a norm needs full rows.
+        input_bias: a tensor with the shape of weight, of the input's dtype or float32, or None.
 
     Returns:
         (normalized, residual_out), each with the shape and the dtype of the input, and with its own
@@ -160,6 +164,7 @@ def dropout_add_layer_norm(
         unbiased is False
         and (dropout_seed is None or type(dropout_seed) is Tensor)
         and shard is None
+        and input_bias is None
         and type(dropout_p) is type(eps) is float
         and 0.0 <= dropout_p <= 1.0
         and backends.runs_directly()
@@ -168,7 +173,7 @@ def dropout_add_layer_norm(
         found = usual_sum_and_layer_norm(input, residual, weight, bias, p, eps, dropout_seed)
         if found is not None:
             return found
-    input, residual, shape = _require_sum(input, residual, weight, bias)
+    input, residual, shape = _require_sum(input, residual, weight, bias, input_bias)
     p = require_dropout("dropout_p", dropout_p)
     return backends.run(
         "dropout_add_layer_norm",
@@ -181,6 +186,7 @@ def dropout_add_layer_norm(
         unbiased=_require_spread(unbiased, shape),
         dropout_seed=seed_tensor(dropout_seed, p, input.device),
         shard=None if shard is None else _norm_shard(shard, input, shape, p),
+        input_bias=input_bias,
     )
 
 
@@ -193,12 +199,15 @@ def dropout_add_rms_norm(
     *,
     dropout_seed: int | Tensor | None = None,
     shard: Sequence[int] | None = None,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute residual_out = residual + dropout(input) and rms_norm(residual_out), in one pass.
+    """Compute residual_out = residual + dropout(input + input_bias) and rms_norm(residual_out), in
+    one pass.
 
     Args:
         input, residual, weight: as in `dropout_add_layer_norm`.
-        dropout_p, dropout_seed, shard: as in `dropout_add_layer_norm`; the mask is the same.
+        dropout_p, dropout_seed, shard, input_bias: as in `dropout_add_layer_norm`; the mask is the
+            same.
         eps: as in `rms_norm`.
 
     Returns:
@@ -211,7 +220,7 @@ def dropout_add_rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
     """
-    input, residual, shape = _require_sum(input, residual, weight, None)
+    input, residual, shape = _require_sum(input, residual, weight, None, input_bias)
     p = require_dropout("dropout_p", dropout_p)
     return backends.run(
         "dropout_add_rms_norm",
@@ -222,6 +231,7 @@ def dropout_add_rms_norm(
         eps=_rms_eps(eps, input),
         dropout_seed=seed_tensor(dropout_seed, p, input.device),
         shard=None if shard is None else _norm_shard(shard, input, shape, p),
+        input_bias=input_bias,
     )
 
 
@@ -244,7 +254,11 @@ def _rms_eps(eps: float | None, x: Tensor) -> float:
 
 
 def _require_sum(
-    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Check the tensors of a residual sum and its norm. Return input, residual and the shape of a
     row; under autocast, input and residual are cast to their promoted dtype.
@@ -255,14 +269,18 @@ def _require_sum(
         input, residual = input.to(wide), residual.to(wide)
     require_floating(input=input, residual=residual)
     require_tensor("weight", weight)
-    shape = _require_rows(input, weight.shape, weight, bias)
+    shape = _require_rows(input, weight.shape, weight, bias, input_bias)
     if residual.shape != input.shape:
         raise wrong_shape("residual", residual, f"that of input, {shape_of(input)}")
     return input, residual, shape
 
 
 def _require_rows(
-    input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None = None,
 ) -> list[int]:
     """Check the other arguments of a norm against its input; return normalized_shape as a list."""
     if isinstance(normalized_shape, (tuple, list, Sequence)):
@@ -274,7 +292,7 @@ def _require_rows(
         raise TypeError(f"normalized_shape is a {kind}; expected an int or a sequence of ints")
     if not shape or list(input.shape[-len(shape) :]) != shape:
         raise wrong_shape("input", input, f"it to end with normalized_shape {shape}")
-    for name, x in (("weight", weight), ("bias", bias)):
+    for name, x in (("weight", weight), ("bias", bias), ("input_bias", input_bias)):
         if x is None:
             continue
         require_tensor(name, x)
@@ -305,7 +323,8 @@ def _dims(arguments: Arguments) -> dict[str, str]:
     n = len(arguments["weight"].shape if shape is None else shape)
     rows, features = operation.ROW_DIMS[: x.dim() - n], "." * n
     given = dict.fromkeys(("input", "residual"), rows + features)
-    return given | {"weight": features, "bias": features, "dropout_seed": "."}
+    given |= dict.fromkeys(("weight", "bias", "input_bias"), features)
+    return given | {"dropout_seed": "."}
 
 
 _SHARDING = operation.ShardingRule(_dims, lambda x: (x["input"],), operation.ROW_DIMS)
@@ -365,6 +384,8 @@ def _sum_and_rms_norm(
 
 def _signature(arguments: Arguments) -> Hashable | None:
     if arguments.get("dropout_p") or arguments.get("unbiased"):
+        return None
+    if arguments.get("input_bias") is not None:
         return None
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
     dtype = tensors[0].dtype

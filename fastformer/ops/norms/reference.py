@@ -113,7 +113,10 @@ def dropout_add_layer_norm(
     unbiased: bool = False,
     dropout_seed: Tensor | None = None,
     shard: RowShard | None = None,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if input_bias is not None:
+        input = (input + input_bias).to(input.dtype)
     total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed, shard)
     return layer_norm(total, list(weight.shape), weight, bias, eps, unbiased=unbiased), total
 
@@ -155,7 +158,10 @@ def dropout_add_rms_norm(
     *,
     dropout_seed: Tensor | None = None,
     shard: RowShard | None = None,
+    input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if input_bias is not None:
+        input = (input + input_bias).to(input.dtype)
     total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed, shard)
     return rms_norm(total, list(weight.shape), weight, eps), total
 
@@ -197,11 +203,12 @@ def dropout_add_norm_backward(
     dropout_p: float,
     dropout_seed: Tensor | None,
     shard: RowShard | None,
+    input_bias: Tensor | None,
     needs: list[bool],
     **statistics: Tensor,
 ) -> list[Tensor | None]:
-    """Return differentiable gradients of (input, residual, weight, bias), those that `needs` asks
-    for, given `layer_norm` or `rms_norm`.
+    """Return differentiable gradients of (input, residual, weight, bias, input_bias), without bias
+    for `rms_norm`, those that `needs` asks for. norm: `layer_norm` or `rms_norm`.
 
     The gradient of residual_out is the sum of grad_residual_out and its gradient through the norm.
     """
@@ -210,8 +217,14 @@ def dropout_add_norm_backward(
     options = {} if unbiased is None else {"unbiased": unbiased}
     with use_formula():
         normalized = norm(given[0], shape, *given[1:], eps=eps, **options)
-    grad, *rest = torch.autograd.grad(normalized, given, grad_normalized, create_graph=True)
+    grad, *found = torch.autograd.grad(normalized, given, grad_normalized, create_graph=True)
+    rest: list[Tensor | None] = [*found]
     if grad_residual_out is not None:
         grad = grad + grad_residual_out
     grad_input = masked(grad, shape, dropout_p, dropout_seed, shard) * dropout_scale(dropout_p)
-    return [g if need else None for g, need in zip([grad_input, grad, *rest, None, None], needs)]
+    if unbiased is not None and bias is None:
+        rest.append(None)
+    if input_bias is not None:
+        rest.append(grad_input.reshape(-1, *shape).sum(0, dtype=input_bias.dtype))
+    grads = [grad_input, grad, *rest, None]
+    return [g if need else None for g, need in zip(grads, needs)]

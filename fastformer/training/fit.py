@@ -354,7 +354,9 @@ class _Training:
         return state | ({} if self.patience is None else {"weights": self.weights})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; one of another form of training has no position."""
+        """Go on from a checkpoint, which has filled the weights; one of another form of training
+        has no position.
+        """
         for position in state.get("position", ()):
             for name in self._SAVED:
                 setattr(self, name, position[name])
@@ -363,7 +365,6 @@ class _Training:
                     x.load_state_dict(saved)  # type: ignore[union-attr]
                     self.loaded = self.loaded or x is self.batches
             _set_random_state(position["random"])
-        self.weights = state.get("weights", self.weights)
         if "weights" not in state:
             self._keep_weights()
 

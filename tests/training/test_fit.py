@@ -309,6 +309,32 @@ def test_a_run_that_stopped_anywhere_goes_on_to_the_same_bits(data, tmp_path):
         assert run(folder, data) == want, dies
 
 
+def test_the_best_weights_and_the_patience_are_resumed(tmp_path):
+    """The best validation is that of epoch 2; the run dies in epoch 4, and ends after it."""
+
+    def stopped(folder, dies=None):
+        model, optimizer, scheduler = parts()
+
+        def metric(model):
+            if scheduler.last_epoch == dies:
+                raise Stopped
+            return [1, 3, 2, 1, 9][scheduler.last_epoch // 7 - 1]
+
+        saved = ff.Checkpoints(folder, {"steps": 99}, 1)
+        result = ff.fit(
+            model, lists(), optimizer=optimizer, scheduler=scheduler, epochs=5, metric=metric,
+            patience=2, checkpoints=saved, progress=False,
+        )  # fmt: skip
+        return model, result
+
+    want, result = stopped(tmp_path / "whole")
+    assert result.best["step"] == 14 and len(result.losses) == 28
+    with pytest.raises(Stopped):
+        stopped(tmp_path / "parts", 28)
+    model, again = stopped(tmp_path / "parts")
+    assert same(model, want) and again == result
+
+
 def test_a_finished_run_resumes_to_what_it_was(tmp_path):
     want = run(tmp_path, DATA["token_batches"], epochs=2)
     again = run(tmp_path, DATA["token_batches"], epochs=2)

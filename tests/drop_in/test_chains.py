@@ -15,6 +15,7 @@ from hugging_face_models import build
 from torch import nn
 
 import fastformer as ff
+from benchmarks import ROOT
 from fastformer.drop_in.replacements import rewriting
 
 transformers = pytest.importorskip("transformers", "5.17")
@@ -313,6 +314,40 @@ def test_a_type_equals_the_plain_model(kind):
     assert not report.fallbacks
     ff.restore(model)
     assert [type(x) for x in model.modules()] == [type(x) for x in plain.modules()]
+
+
+# By column of the table in docs/existing_models.md, the ops that compute it.
+COLUMNS = {
+    "attention": ("scaled_dot_product_attention",),
+    "rotary": ("rotary_embedding",),
+    "norm": ("layer_norm", "rms_norm"),
+    "sum and norm": ("dropout_add_layer_norm", "dropout_add_rms_norm"),
+    "feed-forward": ("feed_forward", "gated_activation"),
+    "loss": ("cross_entropy",),
+}
+
+
+def row(kind):
+    """The ops that run in a type, with labels, after `accelerate`, and where torch runs instead."""
+    plain, wanted = compare_models.runnable(*build(kind))[2:]
+    given = (compare_models.with_labels(plain, wanted[0][1]) or wanted)[0][1]
+    model = plain.float()
+    given = {n: x.float() if x.is_floating_point() else x for n, x in given.items()}
+    compare_models.set_implementation(model, "fastformer")
+    ff.accelerate(model)
+    ran = {op for _, op, backend, _ in ff.explain(model, **given).rows if backend != "torch"}
+    cells = [", ".join(f"`{op}`" for op in ops if op in ran) or "-" for ops in COLUMNS.values()]
+    return f"| {kind} | {' | '.join(cells)} |"
+
+
+def test_the_table_of_the_types():
+    """python -c "import test_chains; print(test_chains.table())" in tests/drop_in prints it."""
+    assert table() in (ROOT / "docs" / "existing_models.md").read_text()
+
+
+def table():
+    head = f"| type | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}"
+    return "\n".join([head, *map(row, TYPES)])
 
 
 # ------------------------------------------------------------------------------- planted changes

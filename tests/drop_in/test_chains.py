@@ -442,6 +442,14 @@ class Noisy(nn.Module):
         return F.gelu(x) + (0.1 if self.training else 0.0)
 
 
+class Weighted(nn.PReLU):
+    def __init__(self):
+        super().__init__(32)
+
+    def forward(self, x):
+        return torch.where(x > 0, x, x * self.weight)
+
+
 class OverTokens(nn.LayerNorm):
     def forward(self, x):
         return super().forward(x.transpose(-1, -2)).transpose(-1, -2)
@@ -515,6 +523,7 @@ CHANGED = {
     "a clamped activation": (lambda: changed(act=Clamped()), {"dropout_add_layer_norm"}),
     "an activation with a mode": (lambda: changed(act=Noisy()), {"dropout_add_layer_norm"}),
     "an activation with a weight": (lambda: changed(act=nn.PReLU()), {"dropout_add_layer_norm"}),
+    "an activation with weights": (lambda: changed(act=Weighted()), {"dropout_add_layer_norm"}),
     "another dropout": (lambda: changed(dropout=nn.AlphaDropout(0.0)), {"dropout_add_layer_norm"}),
     "a linear layer that overrides forward": (
         lambda: changed(fc2=Twice(32, 16)), {"dropout_add_layer_norm"},

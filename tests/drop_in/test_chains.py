@@ -15,6 +15,7 @@ from hugging_face_models import build
 from torch import nn
 
 import fastformer as ff
+from benchmarks import ROOT
 from fastformer.drop_in.replacements import rewriting
 
 transformers = pytest.importorskip("transformers", "5.17")
@@ -315,6 +316,40 @@ def test_a_type_equals_the_plain_model(kind):
     assert [type(x) for x in model.modules()] == [type(x) for x in plain.modules()]
 
 
+# By column of the table in docs/existing_models.md, the ops that compute it.
+COLUMNS = {
+    "attention": ("scaled_dot_product_attention",),
+    "rotary": ("rotary_embedding",),
+    "norm": ("layer_norm", "rms_norm"),
+    "sum and norm": ("dropout_add_layer_norm", "dropout_add_rms_norm"),
+    "feed-forward": ("feed_forward", "gated_activation"),
+    "loss": ("cross_entropy",),
+}
+
+
+def row(kind):
+    """The ops that run in a type, with labels, after `accelerate`, and where torch runs instead."""
+    plain, wanted = compare_models.runnable(*build(kind))[2:]
+    given = (compare_models.with_labels(plain, wanted[0][1]) or wanted)[0][1]
+    model = plain.float()
+    given = {n: x.float() if x.is_floating_point() else x for n, x in given.items()}
+    compare_models.set_implementation(model, "fastformer")
+    ff.accelerate(model)
+    ran = {op for _, op, backend, _ in ff.explain(model, **given).rows if backend != "torch"}
+    cells = [", ".join(f"`{op}`" for op in ops if op in ran) or "-" for ops in COLUMNS.values()]
+    return f"| {kind} | {' | '.join(cells)} |"
+
+
+def test_the_table_of_the_types():
+    """python -c "import test_chains; print(test_chains.table())" in tests/drop_in prints it."""
+    assert table() in (ROOT / "docs" / "existing_models.md").read_text()
+
+
+def table():
+    head = f"| type | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}"
+    return "\n".join([head, *map(row, TYPES)])
+
+
 # ------------------------------------------------------------------------------- planted changes
 
 
@@ -407,6 +442,14 @@ class Noisy(nn.Module):
         return F.gelu(x) + (0.1 if self.training else 0.0)
 
 
+class Weighted(nn.PReLU):
+    def __init__(self):
+        super().__init__(32)
+
+    def forward(self, x):
+        return torch.where(x > 0, x, x * self.weight)
+
+
 class OverTokens(nn.LayerNorm):
     def forward(self, x):
         return super().forward(x.transpose(-1, -2)).transpose(-1, -2)
@@ -480,6 +523,7 @@ CHANGED = {
     "a clamped activation": (lambda: changed(act=Clamped()), {"dropout_add_layer_norm"}),
     "an activation with a mode": (lambda: changed(act=Noisy()), {"dropout_add_layer_norm"}),
     "an activation with a weight": (lambda: changed(act=nn.PReLU()), {"dropout_add_layer_norm"}),
+    "an activation with weights": (lambda: changed(act=Weighted()), {"dropout_add_layer_norm"}),
     "another dropout": (lambda: changed(dropout=nn.AlphaDropout(0.0)), {"dropout_add_layer_norm"}),
     "a linear layer that overrides forward": (
         lambda: changed(fc2=Twice(32, 16)), {"dropout_add_layer_norm"},

@@ -5,12 +5,12 @@ import pytest
 from benchmarks import ROOT, launches
 from benchmarks.gpu import stand_in
 
-MOST = {"encoder": 25, "decoder": 42}  # forward and backward
+MOST = {"encoder": 25, "decoder": 42, "bert": 44}  # forward and backward
 
 
 @pytest.mark.skipif(stand_in.obstacle() is not None, reason=str(stand_in.obstacle()))
 def test_launches_of_a_layer():
-    """As docs/benchmarks.md has them; one draw of seeds for a forward of all layers."""
+    """As docs/benchmarks.md has them; one draw of seeds for all layers, but not in BERT."""
     counts = launches.count()
     assert launches.table(counts) in (ROOT / "docs" / "benchmarks.md").read_text()
     for name, own in counts.items():
@@ -18,4 +18,5 @@ def test_launches_of_a_layer():
             total = sum(own[kind] for kind in launches.KINDS)
             assert total <= MOST[name.split(",")[0]], f"{name}: {own}"
             assert own["Triton"] >= 8 and own["mm"] >= 8, f"{name}: {own}"  # a counter that sees
-            assert own["randint"] == 0 and own[launches.DRAWS] == 1, f"{name}: {own}"
+            draws = (3, 9) if name.startswith("bert") else (0, 1)  # of a layer, and of three
+            assert (own["randint"], own[launches.DRAWS]) == draws, f"{name}: {own}"

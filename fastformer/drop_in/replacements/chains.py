@@ -268,7 +268,8 @@ def _recognized(activation: Any, known: dict[type, str]) -> str | None:
     name = op_activation(activation)
     if isinstance(name, str) or not isinstance(activation, nn.Module):
         return name if isinstance(name, str) else None
-    if any(activation.parameters()) or any(activation.buffers()) or not is_unmodified(activation):
+    tensors = [*activation.parameters(), *activation.buffers()]
+    if tensors or not is_unmodified(activation):
         return None
     with torch.random.fork_rng([]):
         names = [name for name, function in ACTIVATIONS.items() if _agree(activation, function)]

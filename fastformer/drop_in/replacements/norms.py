@@ -55,16 +55,23 @@ class FusedRMSNorm(Accelerated, nn.RMSNorm):
             return functional.rms_norm(_autocast_input(x), shape, self.weight, self.eps)
 
     def after_sum(
-        self, x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
+        x_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum) of sum = residual + dropout(x), [...], from one kernel."""
+        """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
         reason = _unsupported_norm(residual, self.weight, None, self.eps)
         if reason is not None or self.weight is None:
+            x = x if x_bias is None else (x + x_bias).to(x.dtype)
             total = residual + F.dropout(x, dropout_p)
             return self.forward(total), total
         inputs = _autocast_input(x), _autocast_input(residual)
+        options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
         normalized, total = functional.dropout_add_rms_norm(
-            *inputs, self.weight, dropout_p, self.eps, dropout_seed=dropout_seed
+            *inputs, self.weight, dropout_p, self.eps, **options
         )
         return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
 

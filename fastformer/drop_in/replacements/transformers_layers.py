@@ -53,15 +53,22 @@ class FusedRootMeanSquareNorm(Recognized, AnySignature):
             return functional.rms_norm(x, weight.shape, weight, _eps(self))
 
     def after_sum(
-        self, x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
+        x_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum) of sum = residual + dropout(x), [...], from one kernel."""
+        """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
         weight = self._factor()
         if x.dtype != residual.dtype or self._unsupported_reason(x, weight) is not None:
+            x = x if x_bias is None else (x + x_bias).to(x.dtype)
             total = residual + F.dropout(x, dropout_p)
             return self.forward(total), total
         given = x, residual, weight, dropout_p, _eps(self)
-        return functional.dropout_add_rms_norm(*given, dropout_seed=dropout_seed)
+        options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
+        return functional.dropout_add_rms_norm(*given, **options)
 
     def _unsupported_reason(self, x: Tensor, weight: Tensor) -> str | None:
         reason = unsupported_tensor(x, weight)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 import fastformer as ff
-from fastformer import eager
+from fastformer import eager, mask_tiles
 
 ROWS, COLUMNS = 128, 64
 
@@ -80,6 +80,12 @@ def test_the_run_is_the_longest():
     dense[0, 64 * 2] = dense[0, 64 * 6] = False  # whole tiles 0 1, 3 4 5, 7 8
     assert ff.block_mask(dense).spans[0, 0, 0].tolist() == [3, 3, 0, 4, 2]
     assert ff.block_mask(dense).lists[0, :6].tolist() == [0, 1, 7, 8, 2, 6]
+
+
+def test_slots_have_32_bits():
+    slots = torch.tensor([[70_000, 33_000, 0, 1, 5, 2**31 - 1]], dtype=torch.int32)[None, None]
+    mask = mask_tiles._listed((1, 1, 128, 64 * 6), slots, torch.zeros(2, 256, dtype=torch.int32))
+    assert torch.equal(mask.slots(), slots)
 
 
 @pytest.mark.parametrize("name", masks(1, 1))

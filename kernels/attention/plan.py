@@ -364,17 +364,18 @@ class Plan:
         full = 2 in (self.has.mask, self.has.bias)
         given = kernel, self.arch, self.dtype, self.head_block, *lengths, full
         shipped = configuration(*given)
+        how = self.has.bias == 2, not self.tile.split
         if kernel == "delta":
             return shipped
         if self.has.lists:
-            shipped = in_block(shipped, kernel)
+            shipped = in_block(shipped, kernel, *how)
 
         def options() -> list[Any]:
             forward = [row for row in self.for_hopper if row not in refused()]
             backward = self.backward_for_hopper.get(kernel, [])
             found = rows(kernel, self.dtype, self.head_block)
             if self.has.lists:
-                found = list(dict.fromkeys(in_block(x, kernel) for x in found))
+                found = list(dict.fromkeys(in_block(x, kernel, *how) for x in found))
             return found + [GluonOption(row) for row in forward + backward]
 
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))

@@ -286,7 +286,7 @@ def in_block(tiles: Tiles, kernel: str, biased: bool, one_loop: bool) -> Tiles:
     elif kernel == "dkdv" and BN > 64:
         warps = max(4, warps * 64 // BN)
     if kernel == "dkdv":
-        BM = min(BM, 16 if one_loop else 32 if biased else 64)
+        BM = min(BM, 16 if one_loop else 32 if biased else BM)
     return Tiles(min(BM, 128), min(BN, 64), warps, stages)
 
 

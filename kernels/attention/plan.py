@@ -178,7 +178,7 @@ def optional_inputs(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
     )
 
 
-def _steps_of_lists(attention: Attention) -> tuple[int, int, int]:
+def _steps_of_lists(attention: Attention) -> tuple[int, ...]:
     """Return the fields of `Strides` for a block mask: steps of its spans, entries of its lists."""
     spans, lists = attention.mask_spans, attention.mask_lists
     if spans is None or lists is None:

@@ -350,13 +350,22 @@ def short_pays(
     return -(-pairs // processors) * group * rows * columns * factor <= dkdv + dq
 
 
-def in_block(tiles: Tiles, kernel: str) -> Tiles:
-    """Fit tiles to those of a block mask, 128 queries x 64 keys, of which they are a part. The
-    warps of dK and dV become as few as their keys.
+def in_block(tiles: Tiles, kernel: str, biased: bool, one_loop: bool) -> Tiles:
+    """Fit tiles to those of a block mask, 128 queries x 64 keys, of which they are a part.
+
+    The warps of dK and dV become as few as their keys. Beside a bias of queries and keys, and
+    where dK and dV have one loop, other tiles spill less. The loop that
+    searches a list for the gradient of a bias copies nothing ahead.
     """
     BM, BN, warps, stages = tiles
-    if kernel == "dkdv" and BN > 64:
+    if kernel == "dbias":
+        stages = 1
+    elif kernel != "forward" and biased:
+        warps = 8
+    elif kernel == "dkdv" and BN > 64:
         warps = max(4, warps * 64 // BN)
+    if kernel == "dkdv":
+        BM = min(BM, 16 if one_loop else 32 if biased else BM)
     return Tiles(min(BM, 128), min(BN, 64), warps, stages)
 
 

@@ -178,6 +178,15 @@ def optional_inputs(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
     )
 
 
+def _steps_of_lists(attention: Attention) -> tuple[int, ...]:
+    """Return the fields of `Strides` for a block mask: steps of its spans, entries of its lists."""
+    spans, lists = attention.mask_spans, attention.mask_lists
+    if spans is None or lists is None:
+        return 0, 0, 0
+    batch, head = (step * (n > 1) for step, n in zip(spans.stride(), spans.shape[:2]))
+    return batch, head, lists.shape[1]
+
+
 # -------------------------------------------------------------------------------------------- plans
 
 
@@ -221,13 +230,6 @@ class Plan:
             kinds.append(0 if x is None else 1 if x.stride(2) == 0 or q_rows == 1 else 2)
             strides.append((0, 0, 0, 0) if x is None else x.stride())
             wide = wide or (x is not None and _spans_int32(x))
-        spans, lists = attention.mask_spans, attention.mask_lists
-        of_lists: tuple[int, ...] = (0, 0, 0)
-        if spans is not None and lists is not None:
-            batch_step, head_step = (
-                step * (n > 1) for step, n in zip(spans.stride(), spans.shape[:2])
-            )
-            of_lists = batch_step, head_step, lists.shape[1]
         slopes: tuple[int, ...] = (0, 0)
         if attention.alibi_slopes is not None:
             slopes = attention.alibi_slopes.expand(self.batch, self.heads).stride()
@@ -266,18 +268,17 @@ class Plan:
             and attention.softcap is None
             and not self.separate_max,
             separate_max=self.separate_max,
-            lists=1 if spans is not None else 0,
             **{name: getattr(attention, name) for name in FLAGS},
         )
-        has = self.has
-        if has.lists and (has.left or has.right or has.lengths or has.shard):
-            self.has = has._replace(lists=2)
+        if attention.mask_spans is not None:
+            cut = self.has.left, self.has.right, self.has.lengths, self.has.shard
+            self.has = self.has._replace(lists=2 if any(cut) else 1)
         rows = (*self.strides(query), *self.strides(key), *self.strides(value))
         group = self.heads // max(1, self.groups)
         softcap = 1.0 if attention.softcap is None else attention.softcap
         lengths = self.q_length, self.k_length, q_rows, k_rows
         self.arguments: dict[str, Any] = dict(
-            strides=Strides(*rows, *strides[0], *strides[1], *slopes, *of_lists),
+            strides=Strides(*rows, *strides[0], *strides[1], *slopes, *_steps_of_lists(attention)),
             sizes=Sizes(self.heads, group, *lengths, attention.shard or 1),
             band=Band(left, right),
             factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)[:2]),
@@ -364,17 +365,18 @@ class Plan:
         full = 2 in (self.has.mask, self.has.bias)
         given = kernel, self.arch, self.dtype, self.head_block, *lengths, full
         shipped = configuration(*given)
+        how = self.has.bias == 2, not self.tile.split
         if kernel == "delta":
             return shipped
         if self.has.lists:
-            shipped = in_block(shipped, kernel)
+            shipped = in_block(shipped, kernel, *how)
 
         def options() -> list[Any]:
             forward = [row for row in self.for_hopper if row not in refused()]
             backward = self.backward_for_hopper.get(kernel, [])
             found = rows(kernel, self.dtype, self.head_block)
             if self.has.lists:
-                found = list(dict.fromkeys(in_block(x, kernel) for x in found))
+                found = list(dict.fromkeys(in_block(x, kernel, *how) for x in found))
             return found + [GluonOption(row) for row in forward + backward]
 
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))

@@ -144,7 +144,6 @@ _BLOCKS = "block mask, 2-D bias, causal, lengths"
 for _arch in ("sm_90", "sm_80"):
     _add(_arch, "attention", "bf16", (64, 128), _dropped(["block mask"], *_BOTH))
     _add(_arch, "attention", "bf16", (64, 128), _dropped([_BLOCKS]))
-_add("sm_90", "attention", "bf16", (256,), _dropped(["block mask", _BLOCKS]))
 _add("sm_90", "attention", "fp32", (64,), _dropped(["block mask"]))
 _add("sm_100", "attention", "bf16", (64, 128), ["block mask"])
 _add("sm_90", "attention", "bf16", (64, 128, 256), _dropped(_KINDS[:6], *_BOTH))

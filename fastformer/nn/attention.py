@@ -254,9 +254,7 @@ class MultiHeadedAttention(AliasedModule):
         self._keep_weights(q, k, mask, options)
         return self._output(query, out.transpose(1, 2).flatten(2), _stream)
 
-    def _output(
-        self, query: Tensor, heads: Tensor, stream: ResidualStream | None = None
-    ) -> Tensor:
+    def _output(self, query: Tensor, heads: Tensor, stream: ResidualStream | None = None) -> Tensor:
         """Return the projection of the concatenated heads [.., d_model], after the gate, without
         its bias if the stream takes it.
         """

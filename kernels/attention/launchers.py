@@ -132,6 +132,15 @@ def _run_backward(
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value"
 
 
+def _visiting(query: Tensor, key: Tensor, attention: Attention) -> Attention:
+    """Return the description with a dense mask for head dims above 128, where the loops of a block
+    mask spill.
+    """
+    if attention.mask_spans is None or query.shape[3] <= 128:
+        return attention
+    return attention.with_dense_mask(query.shape[2], key.shape[2])
+
+
 def _fake(query, key, value, *rest):
     attention = unpack(rest[:-1])
     separate_max = attention.bias is not None or attention.alibi_slopes is not None
@@ -147,7 +156,8 @@ def forward(query, key, value, *rest):
     """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
     [B, H, Sq, 2] or [0]), whatever `return_lse` is.
     """
-    return _run_forward(query, key, value, unpack(rest[:-1]))
+    attention = _visiting(query, key, unpack(rest[:-1]))
+    return _run_forward(query, key, value, attention)
 
 
 def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
@@ -176,7 +186,8 @@ def backward(*arguments):
 def _gradients(grads, grad_output, grad_lse, query, key, value, *rest):
     *fields, output, lse, statistics, needs = rest
     saved = output, lse, statistics, tuple(needs)
-    return _run_backward(grads, grad_output, grad_lse, *saved, query, key, value, unpack(fields))
+    attention = _visiting(query, key, unpack(fields))
+    return _run_backward(grads, grad_output, grad_lse, *saved, query, key, value, attention)
 
 
 # ------------------------------------------------------------------------------------------ packed
@@ -371,6 +382,7 @@ def describe(
         return "the keys are split over programs"
     if attention.cu_seqlens_q is not None:
         query, key, value = map(_heads_first, (query, key, value))
+    attention = _visiting(query, key, attention)
     plan = _forward_plan(query, key, value, attention)
     found = ["the keys are split over programs"] * isinstance(plan, DecodePlan)
     found += ["the mask is bounded"] * (plan.source is not None)

@@ -172,12 +172,10 @@ def _run_forward(
     plan = plans.get(key)
     if plan is None:
         given = x, residual, weight, bias, input_bias
-        made: Any = (
-            *(t if t is None else as_rows(t, options.n) for t in given[:2]),
-            *(t if t is None else t.contiguous() for t in given[2:]),
-        )
+        made: list[Any] = [t if t is None else as_rows(t, options.n) for t in given[:2]]
+        made += [t if t is None else t.contiguous() for t in given[2:]]
         if any(a is not b for a, b in zip(given, made)):
-            return _run_forward(*made[:4], seed, options, made[4])
+            return _run_forward(made[0], made[1], made[2], made[3], seed, options, made[4])
         plan = remembered(key, _Forward(*given, options))
     y = x.new_empty_strided(*plan.like)
     s = x if residual is None else x.new_empty_strided(*plan.like)

@@ -199,9 +199,12 @@ def strip(tokens: Tensor, end_symbol: Symbols = None, padding_idx: int | None = 
 
     Raises:
         TypeError: tokens is not a tensor of integers, or a symbol is no int.
-        ValueError: tokens has no dimension, end_symbol is empty or negative.
+        ValueError: tokens has no dimension or is on the meta device, end_symbol is empty or
+            negative.
     """
     checks.require_integers("tokens", tokens)
+    if tokens.is_meta:
+        raise ValueError("tokens is on the meta device; expected a tensor that holds ids")
     if tokens.dim() == 0:
         raise checks.wrong_shape("tokens", tokens, "[..., T]")
     ends = end_symbols(None, end_symbol)

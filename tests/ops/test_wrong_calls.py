@@ -331,7 +331,12 @@ CALLS = {
         optimizer=(o := torch.optim.SGD(m.parameters(), 0.1)),
         scheduler=torch.optim.lr_scheduler.ConstantLR(o), report=lambda *_: None, report_every=1,
         progress=False, description="epoch", accumulation_steps=2, max_grad_norm=1.0,
-        autocast=torch.bfloat16, scaler=torch.amp.GradScaler("cpu"), cuda_graph=False)),
+        autocast=torch.bfloat16, scaler=torch.amp.GradScaler("cpu"), cuda_graph=False,
+        after_update=lambda _: None)),
+    "token_batches": lambda: (ff.token_batches, lambda: dict(
+        data=[([1, 2], [3, 2]), ([4], [5, 6])], tokens=8, padding_idx=0, packed=False, shuffle=True,
+        seed=3, pin_memory=False)),
+    "strip": lambda: (ff.strip, lambda: dict(tokens=ids(B, T), end_symbol=2, padding_idx=0)),
     "load_model": lambda: (ff.load_model, lambda: dict(folder=saved(), device="cpu")),
     "block_mask": lambda: (ff.block_mask, lambda: dict(
         source=torch.ones(B, H, T, S) > 0, B=B, H=H, Sq=T, Sk=S, device="cpu")),
@@ -365,10 +370,11 @@ DRAWS = dict(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=
 SEARCHES = "greedy_decode", "sample", "stream_tokens", "beam_search"
 # Public names without arguments that could be wrong, by reason.
 LEFT_OUT = {
-    "a result": ["BlockMask", "Explanation", "Hypotheses", "Report", "Tuning"],
+    "a result": ["BlockMask", "Explanation", "Fitted", "Hypotheses", "Report", "Tuning"],
     "checked where a call takes it": ["RowShard", "Shard"],
     "several processes check it, in test_parallel.py": ["parallelize", "require_same_ranks"],
     "several processes check it, in test_context_parallel.py": ["context_parallel"],
+    "its own tests are in test_fit.py": ["fit"],
     "every name is a folder; its own tests are in test_saving.py": ["save_model"],
     "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
 }
@@ -537,7 +543,11 @@ LEGITIMATE = {
         "make_*.padding_idx negative"],
     "a batch holds ids for any model": [f"Batch.{of} {kind}" for kind in ("negative", "too large")
         for of in ("src", "tgt", "make_std_mask.tgt")],
-    "no id is padding": ["Batch*.pad negative"],
+    "no id is padding": ["Batch*.pad negative", "strip.padding_idx None",
+        "strip.padding_idx negative", "token_batches.padding_idx negative"],
+    "a seed of an order": ["token_batches.seed negative"],
+    "lists of any ids": [f"strip.tokens {of}" for of in (
+        "wrong rank", "empty", "negative", "too large", "short 0", "short 1")],
     "no row is ignored": [f"{of} {kind}" for kind in ("None", "negative")
         for of in ("*cross_entropy.ignore_index", "LabelSmoothing.padding_idx")],
     "a module on meta": ["LabelSmoothing.weight meta"],

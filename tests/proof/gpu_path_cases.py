@@ -430,6 +430,14 @@ case("cross_entropy", "cross_entropy, z-loss, softcap, temperature", classes(64,
      z_loss=1e-2, softcap=5.0, temperature=0.7, **LOSS)  # fmt: skip
 
 
+def rows_and_weight(*names: str) -> Callable[[], Tensors]:
+    return lambda: dict(zip(names, (normal(21, 32), normal(64, 32, scale=1 / 6))))
+
+
+case("linear_kl_div", "linear_kl_div", rows_and_weight("input", "linear_weight"),
+     fixed=rows_and_weight("teacher_input", "teacher_weight"), sampled=True)  # fmt: skip
+
+
 def turned(**given: Any) -> Tensor:
     return torch.cat(ff.rotary_embedding(**given), 1)
 

@@ -27,7 +27,7 @@ class FusedAnnotatedAttention(Recognized, MultiHeadedAttention):
     keep_attention = False
     sinks = None
     attn = None  # for an original class that does not set it
-    query_norm = key_norm = None
+    query_norm = key_norm = gate = None
 
     @property
     def kv_heads(self) -> int:  # type: ignore[override]

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import ROOT, launches
 from benchmarks.gpu import stand_in
 
-MOST = {"encoder": 25, "decoder": 42, "bert": 44}  # forward and backward
+MOST = {"encoder": 25, "decoder": 42, "bert": 40}  # forward and backward
 
 
 @pytest.mark.skipif(stand_in.obstacle() is not None, reason=str(stand_in.obstacle()))

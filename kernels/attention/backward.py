@@ -423,11 +423,14 @@ def backward_dkdv_kernel(
 def _probabilities(
     s, at, keys, statistics, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Return P and the tanh of the softcap, [BM, BN] each, from s = q . k. `keys` broadcast against
-    these, and `statistics` are [BM].
+    """Return P and the tanh of the softcap, [BM, BN] each, from s = q . k. `keys` are [BN], or
+    broadcast against these, and `statistics` are [BM].
     """
     at = Indices(at.i[:, None], at.j[None, :], at.r[:, None])
-    s, tanh = scores(s, at, keys, head, tile, has, EDGE)
+    if len(keys.ok.shape) == 1:
+        s, tanh = scores(s, at, in_rows(keys, has), head, tile, has, EDGE)
+    else:
+        s, tanh = scores(s, at, keys, head, tile, has, EDGE)
     if has.separate_max:
         s -= statistics.peak[:, None]
     return tl.math.exp2(shifted(s, statistics.offset[:, None], head, has)), tanh
@@ -480,10 +483,10 @@ def _dq_tiles(
         )
         s = tl.dot(own.q, tl.trans(k), input_precision=tile.precision)
         at = Indices(own.i, rows, own.r)
-        shown = in_rows(keys, has)
         if has.lists and EDGE:
-            shown = listed_keys(shown, slot, own.start, n0, head.lists, tile, has, False)
-        p, tanh = _probabilities(s, at, shown, own.statistics, head, tile, has, EDGE)
+            keys = in_rows(keys, has)
+            keys = listed_keys(keys, slot, own.start, n0, head.lists, tile, has, False)
+        p, tanh = _probabilities(s, at, keys, own.statistics, head, tile, has, EDGE)
         dp = tl.dot(own.do, tl.trans(v), input_precision=tile.precision)
         ds = _score_gradient(p, dp, own.statistics.delta, (own.start, n0), head, tile, has)
         if has.softcap:
@@ -700,11 +703,11 @@ def backward_dbias_kernel(
         keys = key_row(head, rows, inside, tile, has, True)
         if has.mask == 1:  # a masked value may be NaN, and 0 * NaN is NaN
             dp = tl.where(keys.ok[None, :], dp, 0.0)
-        shown = in_rows(keys, has)
         if has.lists:
             lists = load_lists(optional, strides, sizes, b, h, i0, False)
-            shown = listed_keys(shown, find_slot(lists, n0), i0, n0, lists, tile, has, False)
-        p, _ = _probabilities(s, Indices(i, rows, r), shown, statistics, head, tile, has, True)
+            keys = in_rows(keys, has)
+            keys = listed_keys(keys, find_slot(lists, n0), i0, n0, lists, tile, has, False)
+        p, _ = _probabilities(s, Indices(i, rows, r), keys, statistics, head, tile, has, True)
         dbias += _score_gradient(p, dp, statistics.delta, (i0, n0), head, tile, has)
     base = DBIAS + own_b * dbias_strides.batch + own_h * dbias_strides.head
     base = base + first * dbias_strides.row + column

@@ -86,10 +86,12 @@ def forward_tiles(
         k = load_rows(work.key, k_rows, k_stride, inside, tile.dim, tile.dim_block, EDGE)
         s = tl.dot(work.q, tl.trans(k), input_precision=tile.precision)  # [BM, BN]
         at = Indices(work.i[:, None], rows[None, :], work.r[:, None])
-        shown = in_rows(keys, has)
         if has.lists and EDGE:
+            shown = in_rows(keys, has)
             shown = listed_keys(shown, slot, work.start, n0, head.lists, tile, has, False)
-        s, _ = scores(s, at, shown, head, tile, has, EDGE)
+            s, _ = scores(s, at, shown, head, tile, has, EDGE)
+        else:
+            s, _ = scores(s, at, in_rows(keys, has), head, tile, has, EDGE)
         m_new = tl.maximum(m, tl.max(s, 1))
         base = m_new
         if EDGE or has.mask > 0 or has.bias > 0:  # a row without a key so far: -inf - -inf is NaN

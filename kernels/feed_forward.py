@@ -559,6 +559,17 @@ class _First:
 _ALWAYS = "group", "kind", "save_z", "even", "precision", "wide", "acc"
 
 
+def _output(hidden: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """Return hidden w^T + b. It is no view, so that its caller may change it in place."""
+    output = hidden.new_empty(*hidden.shape[:-1], len(w))
+    rows, flat = hidden.view(-1, hidden.shape[-1]), output.view(-1, len(w))
+    if b is None:
+        torch.mm(rows, w.t(), out=flat)
+    else:
+        torch.addmm(b, rows, w.t(), out=flat)
+    return output
+
+
 def _fake(input, w_1, b_1, w_2, *_):
     output = input.new_empty(*input.shape[:-1], w_2.shape[0])
     return output, input.new_empty(*input.shape[:-1], w_1.shape[0])
@@ -584,7 +595,7 @@ def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, shar
             return forward(x, w, b, w_2, b_2, activation, *dropout)
         plan = remembered(key, _First(input, w_1, b_1, activation, dropout))
     hidden, z = plan(input, w_1, b_1, activation, dropout)
-    return torch.nn.functional.linear(hidden, w_2, b_2), z
+    return _output(hidden, w_2, b_2), z
 
 
 def _fake_backward(grad_output, input, *rest):
@@ -661,9 +672,8 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
         tensors, strides = (*z.chunk(2, 1), hidden), GateStrides(*[2 * width] * 3)
         form = _form(*numbers)
         _elementwise(_gated, Size(rows, width), tensors, kind, dropout, strides, form=form)
-        output = torch.nn.functional.linear(hidden, w_2, b_2)
         lead = input.shape[:-1]
-        return output.view(*lead, w_2.shape[0]), z.view(*lead, 2 * width)
+        return _output(hidden.view(*lead, width), w_2, b_2), z.view(*lead, 2 * width)
 
     @register(
         f"{op}_backward(Tensor grad_output, Tensor input, Tensor w, Tensor? b, Tensor w_2, "

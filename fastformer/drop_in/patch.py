@@ -15,7 +15,7 @@ from fastformer.drop_in.remaining import ATTENTION_WORDS, remaining, remaining_a
 from fastformer.drop_in.replacements import KINDS, RECOGNIZED
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
 from fastformer.drop_in.replacements.base import Accelerated, AnySignature, class_for
-from fastformer.drop_in.replacements.chains import Fitting, FusedChains, chains_of
+from fastformer.drop_in.replacements.chains import Fitting, FusedChains, chains_of, is_known
 from fastformer.drop_in.replacements.layers import Layer
 from fastformer.drop_in.replacements.rotary import (
     FusedRotaryAttention,
@@ -307,13 +307,12 @@ def _plan(model: nn.Module, report: Report) -> list[_Change]:
 
 
 def _may_have_chains(module: nn.Module) -> bool:
-    """Return whether the code of a module may be rewritten: not of modules of torch or fastformer,
-    nor of models with a loss.
+    """Return whether the code of a module may be rewritten: of nn.Sequential and of transformers'
+    modules, but for models with a loss.
     """
-    package = type(module).__module__.partition(".")[0]
     if "forward" in module.__dict__ or has_loss(module):
         return False
-    return package not in ("torch", "fastformer") or type(module) is nn.Sequential
+    return is_known(module) or type(module) is nn.Sequential
 
 
 def _change_classes(plan: list[_Change]) -> None:
@@ -334,8 +333,9 @@ def _change_classes(plan: list[_Change]) -> None:
 
 
 def _restore_class(module: Accelerated) -> None:
+    names = ["_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits"]
+    names += ["_activations"] * isinstance(module, FusedChains)
     module.__class__ = module._original  # type: ignore[assignment]
-    names = "_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits", "_activations"
     for name in names:
         module.__dict__.pop(name, None)
 

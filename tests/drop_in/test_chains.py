@@ -16,7 +16,14 @@ from torch import nn
 
 import fastformer as ff
 from benchmarks import ROOT
-from fastformer.drop_in.replacements import rewriting
+from fastformer.drop_in.replacements import chains, rewriting
+
+
+@pytest.fixture(autouse=True)
+def rewritten_too(monkeypatch):
+    """The classes of this file are rewritten as those of transformers are."""
+    monkeypatch.setattr(chains, "PACKAGES", (*chains.PACKAGES, __name__.partition(".")[0]))
+
 
 transformers = pytest.importorskip("transformers", "5.17")
 from tiny_models import Tiny  # noqa: E402

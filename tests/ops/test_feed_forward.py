@@ -332,6 +332,20 @@ def test_gated_activation_at_zero(backend, device):
     assert functional.gated_activation(none, none).shape == (2, 0)
 
 
+@pytest.mark.parametrize("op", ["feed_forward", *GATED])
+def test_an_output_may_be_changed_in_place(backend, device, op):
+    """As that of nn.Linear, also if it has more than two dimensions."""
+    given = (
+        gated(2, 5, out=24, device=device) if op in GATED else inputs(2, 5, out=24, device=device)
+    )
+    x = given["input"].requires_grad_()
+    out = getattr(functional, op)(**given)
+    out += x
+    [grad] = torch.autograd.grad(out.sum(), x)
+    [want] = torch.autograd.grad(getattr(functional, op)(**given).sum(), x)
+    torch.testing.assert_close(grad, want + 1)
+
+
 @pytest.mark.parametrize("op", GATED)
 def test_gated_empty(backend, device, op):
     x = {n: t.requires_grad_() for n, t in gated(0, 3, device=device).items()}

@@ -35,6 +35,17 @@ from fastformer.ops.feed_forward.reference import ACTIVATIONS
 Sum = tuple[Tensor | None, Any, int | None]
 
 
+# Whose modules are rewritten, and whose activations are recognized by a trial run. A forward may be
+# rewritten only if what it calls between the links changes nothing that they read. The types of
+# transformers have been compared with their originals, one by one.
+PACKAGES = ("transformers",)
+
+
+def is_known(module: nn.Module) -> bool:
+    """Return whether the class of a module is one of `PACKAGES`."""
+    return type(module).__module__.partition(".")[0] in PACKAGES
+
+
 class FusedChains(AnySignature):
     """A module whose methods are rewritten: what they compute stays, by other calls.
 
@@ -42,7 +53,8 @@ class FusedChains(AnySignature):
     tuple of a function.
     """
 
-    _activations: dict[type, str]  # by class, the activations that trial runs have recognized
+    # By class, the activations that trial runs have recognized; `accelerate` sets it.
+    _activations: ClassVar[dict[type, str]] = {}
     _after: ClassVar[Callable[..., Any] | None] = None
     _links: ClassVar[tuple[str, ...]] = ()
 
@@ -269,7 +281,7 @@ def _recognized(activation: Any, known: dict[type, str]) -> str | None:
     if isinstance(name, str) or not isinstance(activation, nn.Module):
         return name if isinstance(name, str) else None
     tensors = [*activation.parameters(), *activation.buffers()]
-    if tensors or not is_unmodified(activation):
+    if tensors or not is_unmodified(activation) or not is_known(activation):
         return None
     with torch.random.fork_rng([]):
         names = [name for name, function in ACTIVATIONS.items() if _agree(activation, function)]
@@ -285,19 +297,19 @@ def _agree(activation: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
     grid = [*torch.linspace(-60, 60, 1201).tolist(), *large, *(-x for x in large)]
     x = torch.tensor(grid, dtype=torch.float64, device="cpu").view(7, -1)
     found = []
-    both = [copy.deepcopy(activation).train(mode) for mode in (False, True)]
-    functions: list[Callable[[Tensor], Tensor]] = [*both, function]
-    for f in functions:
-        given = x.clone().requires_grad_()
-        try:
+    try:
+        both = [copy.deepcopy(activation).train(mode) for mode in (False, True)]
+        functions: list[Callable[[Tensor], Tensor]] = [*both, function]
+        for f in functions:
+            given = x.clone().requires_grad_()
             y = f(given)
             found.append((y, torch.autograd.grad(y.sin().sum(), given)[0]))
-        except Exception:  # whatever the user's code raises, it is no such function
-            return False
-    ours = found.pop()
-    same = (
-        a.shape == b.shape and torch.allclose(a, b, 1e-7, 1e-7)
-        for theirs in found
-        for a, b in zip(theirs, ours)
-    )
-    return all(same)
+        ours = found.pop()
+        same = (
+            a.shape == b.shape and torch.allclose(a, b, 1e-7, 1e-7)
+            for theirs in found
+            for a, b in zip(theirs, ours)
+        )
+        return all(same)
+    except Exception:  # whatever the activation raises, it is no such function
+        return False

@@ -42,6 +42,8 @@ _OPAQUE = (
 )  # fmt: skip
 _BLOCKS = "body", "orelse"
 
+_EXITS = ast.Return, ast.Break, ast.Continue
+
 
 @dataclass
 class Rewritten:
@@ -302,7 +304,7 @@ class _Rewriter(ast.NodeTransformer):
         for x in following:
             if any(_is_in_place(y) for y in ast.walk(x)):
                 return None
-            if isinstance(x, ast.If):
+            if isinstance(x, ast.If) and not any(isinstance(y, _EXITS) for y in ast.walk(x)):
                 continue
             if not isinstance(x, (ast.Assign, ast.Return, ast.Expr)) or x.value is None:
                 return None

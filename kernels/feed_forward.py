@@ -561,6 +561,9 @@ _ALWAYS = "group", "kind", "save_z", "even", "precision", "wide", "acc"
 
 def _output(hidden: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """Return hidden w^T + b. It is no view, so that its caller may change it in place."""
+    if torch.is_grad_enabled():  # a program of torch.export calls the op itself
+        with torch.no_grad():
+            return _output(hidden, w, b)
     output = hidden.new_empty(*hidden.shape[:-1], len(w))
     rows, flat = hidden.view(-1, hidden.shape[-1]), output.view(-1, len(w))
     if b is None:

@@ -76,7 +76,7 @@ ARGUMENTS = {
         (r(3, 5), r(3, 5), r(5), r(5), 0.25),
         {"eps": 0.1, "unbiased": True, "dropout_seed": 1},
     ),
-    "dropout_add_layer_norm, biases": lambda r: (
+    "dropout_add_layer_norm biases": lambda r: (
         (r(3, 5), r(3, 5), r(5), None, 0.25),
         {"dropout_seed": 1, "input_bias": r(5)},
     ),

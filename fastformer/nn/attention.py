@@ -488,9 +488,9 @@ class MultiHeadedAttention(AliasedModule):
     @staticmethod
     def _over_heads(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
         """Return the mask as booleans that broadcast to `shape`, [B, h, T, S]."""
-        b, h, t, s = shape
+        b, _, t, s = shape
         if mask.dim() == 3:
-            hint = "; mask[None] is a mask for each head" if mask.shape[0] == h else ""
+            hint = "; of a mask [h, T, S] for each head, mask[None]"
             return _boolean_mask(mask, (b, t, s), hint).unsqueeze(1)
         if mask.dim() == 2:
             spelled = (

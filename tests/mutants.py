@@ -31,6 +31,8 @@ PLANTED = _by_kernel("quick")
 MORE = _by_kernel("more", "shard", "shard rows")
 # Of the backward of short sequences: its own test plants all of them.
 SHORT = _by_kernel("short")["attention/short_backward"]
+# Of forms of the loss and of gates: the tests of their kernels plant all of them.
+OWN = _by_kernel("own")
 # Of block masks: tests/ops/test_mask_kernels.py plants all of them.
 LISTS = _by_kernel("lists")["attention/lists"]
 SHARDED = _by_kernel("shard")["attention"]

@@ -476,7 +476,7 @@ def test_multi_headed_attention_refuses_bad_input():
     for shape in ((B, T, T), (3, 1, S), (B, H, T, T), (S, T)):
         with pytest.raises(ValueError, match=r"mask has shape .*broadcasts to"):
             m(q, k, k, torch.ones(shape))
-    with pytest.raises(ValueError, match=r"broadcasts to .*mask\[None\] is a mask for each head"):
+    with pytest.raises(ValueError, match=r"broadcasts to .*for each head, mask\[None\]"):
         MultiHeadedAttention(4, D)(q, k, k, torch.ones(4, T, S))
     with pytest.raises(TypeError, match="mask is a list"):
         m(q, k, k, [1, 0])

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from mutants import PLANTED
+from mutants import OWN, PLANTED
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
@@ -754,7 +754,7 @@ def test_a_checkpoint_keeps_no_gradient(device):
 
 # ------------------------------------------------------------------------------------------- bugs
 
-BUGS = PLANTED["cross_entropy"]
+BUGS = PLANTED["cross_entropy"] | OWN["cross_entropy"]
 
 
 @pytest.mark.parametrize("bug", [None, *BUGS])

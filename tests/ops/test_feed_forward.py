@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from mutants import PLANTED
+from mutants import OWN, PLANTED
 
 from fastformer import use_backend
 from fastformer.ops import functional
@@ -354,7 +354,7 @@ def test_gated_empty(backend, device, op):
     assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), list(x.values())))
 
 
-BUGS = PLANTED["feed_forward"]
+BUGS = PLANTED["feed_forward"] | OWN["feed_forward"]
 
 
 @pytest.mark.parametrize("bug", [None, *BUGS])

@@ -565,7 +565,8 @@ def _output(hidden: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         with torch.no_grad():
             return _output(hidden, w, b)
     output = hidden.new_empty(*hidden.shape[:-1], len(w))
-    rows, flat = hidden.view(-1, hidden.shape[-1]), output.view(-1, len(w))
+    n = hidden.shape[:-1].numel()
+    rows, flat = hidden.view(n, hidden.shape[-1]), output.view(n, len(w))
     if b is None:
         torch.mm(rows, w.t(), out=flat)
     else:

@@ -340,8 +340,8 @@ class DecoderLayer(nn.Module):
 
 
 def _seed(stream: ResidualStream, module: Any, site: int) -> dict[str, Any]:
-    """Return the seed of a site and the stream as keyword arguments, if the module takes them. A
-    hook of the module sees the whole output, and then the stream takes no bias.
+    """Return the seed of a site and the stream as keyword arguments, if the module takes them.
+    The stream is left out if the module has hooks, so that these see the output with its bias.
     """
     if not runs_forward_of(module, MultiHeadedAttention, PositionwiseFeedForward):
         return {}

@@ -122,7 +122,8 @@ def fit(
             given without valid or metric, or loss_compute is None and the model has no `Generator`.
         TypeError: optimizer is not one of torch.optim, or checkpoints, log or metric is of a wrong
             type.
-        Those of `run_epoch` and of `Checkpoints` as well.
+
+    `run_epoch` and `Checkpoints` raise their own errors as well.
     """
     numbers = dict(epochs=epochs, steps=steps, valid_every=valid_every, patience=patience)
     _require(batches, valid, optimizer, metric, log, report_every=report_every, **numbers)

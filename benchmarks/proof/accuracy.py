@@ -64,7 +64,7 @@ CONDITIONS = ("benign", "ill")
 SDPA = {f"sdpa {name}": backend for name, backend in FORCED.items()}
 OURS = ("reference", "triton")
 UNDIFFERENTIATED = ("paged_attention",)
-CONSTANT = ("cos", "sin")  # tensors without a gradient
+CONSTANT = ("cos", "sin", "teacher_input", "teacher_weight", "teacher_bias")  # without a gradient
 
 Tensors = dict[str, Tensor]
 Row = dict[str, Any]
@@ -137,6 +137,11 @@ def _added(ill: bool, dtype: torch.dtype, rows: int, n: int, norm: Any = _norm) 
     return {"input": torch.randn(rows, n), "residual": x.pop("input"), **x}
 
 
+def _biased(*given: Any) -> Tensors:
+    x = _added(*given)
+    return {**x, "input_bias": torch.randn(x["input"].shape[1])}
+
+
 def _layers(
     ill: bool, dtype: torch.dtype, rows: int, d: int, width: int, halves: int = 1
 ) -> Tensors:
@@ -185,13 +190,22 @@ def _classes(ill: bool, dtype: torch.dtype, rows: int, v: int, width: int = 0) -
     return {"input": x, "linear_weight": w, "linear_bias": b, "target": target}
 
 
+def _distilled(ill: bool, dtype: torch.dtype, rows: int, v: int, width: int, k: int) -> Tensors:
+    student, teacher = (_classes(ill, dtype, rows, v, n) for n in (width, k))
+    teacher = {f"teacher_{name.removeprefix('linear_')}": x for name, x in teacher.items()}
+    given = {**student, **teacher, "mask": torch.arange(rows) % 4 != 1}
+    return {name: x for name, x in given.items() if "target" not in name}
+
+
 _DROPOUT = {"dropout_p": 0.1, "dropout_seed": 7}
 _CLAMPED = {"alpha": 1.702, "limit": 1.0, "offset": 1.0}
 _LENGTHS = {"key_lengths": lambda: torch.tensor([100, 37])}
 _NONE = {"reduction": "none", "label_smoothing": 0.1}
 _FORM = {"reduction": "none", "z_loss": 1e-3, "softcap": 30.0, "temperature": 0.7}
+_ENTROPY = {**_FORM, "return_entropy": True}
 _KL = {"reduction": "sum", "smoothing": "kl", "ignore_index": 0, "label_smoothing": 0.1}
 _CAUSAL = {"is_causal": True}
+_BLOCKS = {"blocks": lambda: torch.ones(300, 300, dtype=torch.bool).tril().triu(-90)}  # a window
 
 CASES = [
     Case("scaled_dot_product_attention", "65x127, D 40", _qkv, (2, 2, 65, 127, 40)),
@@ -214,6 +228,10 @@ CASES = [
         partial(_qkv, **_LENGTHS), (2, 2, 100, 100, 64), _DROPOUT,
     ),
     Case(
+        "scaled_dot_product_attention", "300, D 64, block mask",
+        partial(_qkv, **_BLOCKS), (1, 2, 300, 300, 64),
+    ),
+    Case(
         "packed_attention", "63 + 1 + 100, D 64, causal", _packed, ((63, 1, 100), 2, 64),
         {"max_q": 100, "max_k": 100, **_CAUSAL},
     ),
@@ -231,6 +249,8 @@ CASES = [
     Case("dropout_add_layer_norm", "37 x 100, dropout", _added, (37, 100), _DROPOUT),
     Case("dropout_add_layer_norm", "512 x 512", _added, (512, 512), {}, False),
     Case("dropout_add_rms_norm", "37 x 100, dropout", _added, (37, 100, _rms), _DROPOUT),
+    Case("dropout_add_layer_norm", "37 x 100, input bias", _biased, (37, 100), _DROPOUT),
+    Case("dropout_add_rms_norm", "37 x 100, input bias", _biased, (37, 100, _rms), _DROPOUT),
     Case("feed_forward", "37, 24 -> 70, relu, dropout", _layers, (37, 24, 70), _DROPOUT),
     Case("feed_forward", "256, 128 -> 512, relu", _layers, (256, 128, 512), {}, False),
     *(
@@ -252,9 +272,17 @@ CASES = [
     Case("cross_entropy", "64 x 5000, none", _classes, (64, 5000), _NONE, False),
     Case("cross_entropy", "64 x 1000, kl", _classes, (64, 1000), _KL),
     Case("cross_entropy", "64 x 1000, z-loss, softcap, temperature", _classes, (64, 1000), _FORM),
+    Case("cross_entropy", "64 x 1000, entropy", _classes, (64, 1000), _ENTROPY),
     Case("linear_cross_entropy", "23, 24 -> 37, mean", _classes, (23, 37, 24)),
     Case("linear_cross_entropy", "100, 64 -> 1000, none", _classes, (100, 1000, 64), _NONE),
     Case("linear_cross_entropy", "100, 64 -> 1000, kl", _classes, (100, 1000, 64), _KL),
+    Case("linear_cross_entropy", "100, 64 -> 1000, entropy", _classes, (100, 1000, 64), _ENTROPY),
+    Case("linear_kl_div", "23, 24 and 16 -> 37, mean", _distilled, (23, 37, 24, 16)),
+    Case(
+        "linear_kl_div", "50, 64 and 48 -> 500, reverse, softcap, temperature",
+        _distilled, (50, 500, 64, 48),
+        {"reverse": True, "reduction": "none", "softcap": 30.0, "temperature": 0.7},
+    ),
 ]  # fmt: skip
 
 
@@ -275,14 +303,14 @@ def _drop(x: Tensor, p: float, seed: int, batch_heads: int = 0) -> Tensor:
 
 def attention(
     query, key, value, bias=None, key_lengths=None, is_causal=False, enable_gqa=False,
-    dropout_p=0.0, dropout_seed=0,
+    dropout_p=0.0, dropout_seed=0, blocks=None,
 ):  # fmt: skip
     """Compute attention as the Annotated Transformer does, with masks of -inf."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
     scores = scores if bias is None else scores + bias
-    hidden = _hidden(query, key, key_lengths, is_causal)
+    hidden = _hidden(query, key, key_lengths, is_causal) if blocks is None else ~blocks
     scores = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
     weights = scores.softmax(-1)
     if dropout_p:
@@ -302,10 +330,11 @@ def _hidden(query, key, key_lengths, is_causal):
 def _sdpa(backend):
     def run(
         query, key, value, bias=None, key_lengths=None, is_causal=False, enable_gqa=False,
-        dropout_p=0.0, dropout_seed=0,
+        dropout_p=0.0, dropout_seed=0, blocks=None,
     ):  # fmt: skip
         if dropout_p:
             raise RuntimeError("another dropout mask")
+        bias = bias if blocks is None else blocks
         mask = bias if key_lengths is None else ~_hidden(query, key, key_lengths, False)
         with sdpa_kernel(backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # why a backend cannot run
@@ -344,7 +373,8 @@ def _rms_norm(input, weight):
 
 
 def _added_and_normed(norm):
-    def run(input, residual, dropout_p=0.0, dropout_seed=0, **parameters):
+    def run(input, residual, dropout_p=0.0, dropout_seed=0, input_bias=None, **parameters):
+        input = input if input_bias is None else input + input_bias
         total = residual + (_drop(input, dropout_p, dropout_seed) if dropout_p else input)
         return torch.cat([norm(total, **parameters), total])
 
@@ -377,12 +407,15 @@ def _embed(weight, positional, tokens, dropout_p=0.0, dropout_seed=0):
 
 def _cross_entropy(
     logits, target, reduction="mean", label_smoothing=0.0, smoothing="uniform", ignore_index=-100,
-    z_loss=0.0, softcap=None, temperature=1.0,
+    z_loss=0.0, softcap=None, temperature=1.0, return_entropy=False,
 ):  # fmt: skip
     if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap) / temperature
+        logits = _formed(logits, softcap, temperature)
         loss = F.cross_entropy(logits, target, reduction=reduction)
-        return loss + z_loss * logits.logsumexp(-1).square()
+        loss = loss + z_loss * logits.logsumexp(-1).square()
+        if not return_entropy:
+            return loss
+        return torch.cat([loss, -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)])
     if smoothing == "uniform":
         return F.cross_entropy(logits, target, reduction=reduction, label_smoothing=label_smoothing)
     true = torch.full_like(logits, label_smoothing / (logits.shape[-1] - 2))
@@ -391,8 +424,24 @@ def _cross_entropy(
     return F.kl_div(logits.log_softmax(-1), true, reduction=reduction)
 
 
+def _formed(logits, softcap, temperature):
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits / temperature
+
+
 def _linear_cross_entropy(input, linear_weight, linear_bias, **rest):
     return _cross_entropy(F.linear(input, linear_weight, linear_bias), **rest)
+
+
+def _linear_kl_div(
+    input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias, mask,
+    reduction="mean", reverse=False, softcap=None, temperature=1.0,
+):  # fmt: skip
+    both = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    q, p = (_formed(F.linear(*x), softcap, temperature).log_softmax(-1) for x in both)
+    given = (p, q) if reverse else (q, p)
+    rows = F.kl_div(*given, reduction="none", log_target=True).sum(-1) * mask
+    return rows if reduction == "none" else rows.sum() / mask.sum()
 
 
 EAGER: dict[str, Callable[..., Tensor]] = {
@@ -411,11 +460,29 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "rotary_embedding": lambda **inputs: torch.cat(rotary_embedding(**inputs), 1),
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
+    "linear_kl_div": _linear_kl_div,
 }
+
+
+def _with_block_mask(
+    function: Callable[..., Tensor], blocks: Tensor | None = None, **inputs: Any
+) -> Tensor:
+    if blocks is not None:
+        inputs["attn_mask"] = ff.block_mask(blocks)
+    return function(**inputs)
+
+
+def _joined(function: Callable[..., Any], **inputs: Any) -> Tensor:
+    found = function(**inputs)
+    return torch.cat(found) if inputs.get("return_entropy") else found
 
 
 def _ours(op: str) -> Callable[..., Tensor]:
     function = getattr(ff, op)
+    if op == "scaled_dot_product_attention":
+        return partial(_with_block_mask, function)
+    if op.endswith("cross_entropy"):
+        return partial(_joined, function)
     if op in ("layer_norm", "rms_norm"):
         return lambda weight, **rest: function(normalized_shape=weight.shape, weight=weight, **rest)
     if op == "rotary_embedding":

@@ -132,9 +132,12 @@ def _rms(ill: bool, dtype: torch.dtype, rows: int, n: int) -> Tensors:
     return {"input": torch.randn(rows, n) * (1e4 if ill else 3), "weight": torch.randn(n)}
 
 
-def _added(ill: bool, dtype: torch.dtype, rows: int, n: int, norm: Any = _norm) -> Tensors:
+def _added(
+    ill: bool, dtype: torch.dtype, rows: int, n: int, norm: Any = _norm, own: bool = False
+) -> Tensors:
     x = norm(ill, dtype, rows, n)
-    return {"input": torch.randn(rows, n), "residual": x.pop("input"), **x}
+    given = {"input": torch.randn(rows, n), "residual": x.pop("input"), **x}
+    return given | ({"input_bias": torch.randn(n)} if own else {})
 
 
 def _layers(
@@ -231,6 +234,14 @@ CASES = [
     Case("dropout_add_layer_norm", "37 x 100, dropout", _added, (37, 100), _DROPOUT),
     Case("dropout_add_layer_norm", "512 x 512", _added, (512, 512), {}, False),
     Case("dropout_add_rms_norm", "37 x 100, dropout", _added, (37, 100, _rms), _DROPOUT),
+    Case(
+        "dropout_add_layer_norm", "37 x 100, dropout, input_bias",
+        _added, (37, 100, _norm, True), _DROPOUT,
+    ),
+    Case(
+        "dropout_add_rms_norm", "37 x 100, dropout, input_bias",
+        _added, (37, 100, _rms, True), _DROPOUT,
+    ),
     Case("feed_forward", "37, 24 -> 70, relu, dropout", _layers, (37, 24, 70), _DROPOUT),
     Case("feed_forward", "256, 128 -> 512, relu", _layers, (256, 128, 512), {}, False),
     *(
@@ -344,7 +355,8 @@ def _rms_norm(input, weight):
 
 
 def _added_and_normed(norm):
-    def run(input, residual, dropout_p=0.0, dropout_seed=0, **parameters):
+    def run(input, residual, dropout_p=0.0, dropout_seed=0, input_bias=None, **parameters):
+        input = input if input_bias is None else input + input_bias
         total = residual + (_drop(input, dropout_p, dropout_seed) if dropout_p else input)
         return torch.cat([norm(total, **parameters), total])
 

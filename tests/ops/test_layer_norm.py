@@ -476,6 +476,7 @@ def test_kernels_for_the_bias_of_the_input(device, monkeypatch, work, n, kernels
     with use_backend("triton"):
         out = joined_sum(**{name: t.requires_grad_() for name, t in x.items()}, dropout_p=0.3)
         assert work(out.sum().backward).launches == kernels + 1  # one adds up the partial sums
+    torch.testing.assert_close(x["input_bias"].grad, x["input"].grad.sum(0))
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -466,6 +466,7 @@ def test_kernels_that_are_launched(device, monkeypatch, work, n, kernels, needed
     assert found.programs == programs + adds
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("n, kernels", [(15, 1), (16, 2), (17, 2)])
 def test_kernels_for_the_bias_of_the_input(device, monkeypatch, work, n, kernels):
     """Where a row takes most registers, a kernel of its own sums up the gradient of the bias."""

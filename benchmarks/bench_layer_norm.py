@@ -76,6 +76,22 @@ def test_dropout_add_rms_norm(compare_rows, width):
     compare_rows(op, ADD_RMS, _ours_add_rms, width, sums=True, dropout_p=P)
 
 
+@pytest.mark.parametrize("provider", [*available("torch", "compile"), *OURS])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_input_bias(compare_rows, width):
+    """The bias of the linear layer before the sum, and its gradient."""
+    op = "dropout_add_layer_norm input_bias"
+    compare_rows(op, ADD_BIAS, _ours_add_bias, width, parameters=3, sums=True, dropout_p=P)
+
+
+def _ours_add_bias(x, residual, weight, bias, input_bias):
+    return ff.dropout_add_layer_norm(x, residual, weight, bias, P, input_bias=input_bias)
+
+
+def _torch_add_bias(x, residual, weight, bias, input_bias):
+    return _torch_add(x + input_bias, residual, weight, bias)
+
+
 def _ours_add_rms(x, residual, weight):
     return ff.dropout_add_rms_norm(x, residual, weight, P, EPS)
 
@@ -158,6 +174,7 @@ RMS = {
     "liger": _liger_rms,
     "quack": _quack_rms,
 }
+ADD_BIAS = {"torch": _torch_add_bias, "compile": compiled(_torch_add_bias)}
 ADD_RMS = {"torch": _torch_add_rms, "compile": compiled(_torch_add_rms)}
 ADD = {
     "torch": _torch_add,

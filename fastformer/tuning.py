@@ -194,22 +194,28 @@ class Work:
 def jobs(work: Work, key: Class, file: str) -> Iterator[tuple[Class, list[Candidate]]]:
     """Yield the candidates of each kernel of the call in a file, then those of the op, what is
     shipped first. Each kernel is measured with the best options of the kernels before it: the
-    caller puts the result of a job into `work.done` before it asks for the next one.
+    caller puts the result of a job into `work.done` before it asks for the next one. So the choice
+    between one kernel and several comes after those of the several.
     """
     tuned, op, arguments = backends.tuned(), key[0], torch.load(file, weights_only=False)
     call, chosen = Call(op, arguments), dict[str, Any]()
     if call.device.type == "cuda":
         torch.cuda.set_device(call.device)
     with tuned.forced({}) as asked:
+        call()
+    apart = {q.kernel: q.apart for q in asked if q.apart is not None}
+    with tuned.forced(apart) as asked:
         call.forward()
         early = {(q.kernel, q.case) for q in asked}
         call()
-    for kernel, question in {(q.kernel, q.case): q for q in asked}.items():
+    ordered = sorted(asked, key=lambda question: question.kernel in apart)
+    for kernel, question in {(q.kernel, q.case): q for q in ordered}.items():
         options = {tuned.label(o): o for o in (question.shipped, *question.options())}
         timed = call.forward if kernel in early else call  # time only the pass that has the kernel
         candidates = []
         for name, option in options.items():
-            context = functools.partial(tuned.forced, {**chosen, question.kernel: option})
+            forced = {**apart, **chosen, question.kernel: option}
+            context = functools.partial(tuned.forced, forced)
             run = timed if measurements.is_gluon(name) else None
             reason = functools.partial(call.drop_reason, run)
             candidates.append(Candidate(name, timed, reason, context))

@@ -33,12 +33,15 @@ class TuningKey(NamedTuple):
     case: the class: dtype, sizes rounded up to powers of two, and what the kernel is compiled for.
     shipped: the option of the configuration tables: tiles, or a name.
     options: returns the options to measure, with or without the shipped one.
+    apart: the option, if any, for which further kernels are launched that have options of their
+        own: these are measured first.
     """
 
     kernel: str
     case: str
     shipped: Any
     options: Callable[[], Iterable[Any]]
+    apart: Any = None
 
 
 class GluonOption(str):
@@ -99,7 +102,7 @@ def choose(device: torch.device, key: TuningKey) -> Any:
     """Return the option that was measured to be the fastest, or else the shipped one. In the
     context `forced`, record the key and return the forced option.
     """
-    kernel, case, shipped, options = key
+    kernel, case, shipped, options, _ = key
     if _asked is not None:
         _asked.append(key)
         return _forced.get(kernel, shipped)

@@ -72,8 +72,9 @@ def calls(
     yield "layer_norm", dict(input=rows, normalized_shape=N, weight=weight, bias=bias)
     yield "rms_norm", dict(input=rows, normalized_shape=N, weight=weight)
     added: Arguments = dict(input=rows, residual=normal(B, S, N), weight=weight) | dropout
-    yield "dropout_add_layer_norm", dict(added, bias=bias)
-    yield "dropout_add_rms_norm", added
+    for own in ({}, {"input_bias": normal(N)}):  # the second as after a linear layer with a bias
+        yield "dropout_add_layer_norm", dict(added, bias=bias) | own
+        yield "dropout_add_rms_norm", added | own
 
     first, second = normal(4 * N, N, scale=N**-0.5), normal(N, 4 * N, scale=(4 * N) ** -0.5)
     given: Arguments = dict(input=rows, w_1=first, b_1=normal(4 * N), w_2=second, b_2=bias)

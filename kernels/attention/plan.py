@@ -655,7 +655,7 @@ class BackwardPlan(Plan):
         shipped = kernels[0] if pays(self) else SEPARATE
         if self.overlaps and HOPPER_BACKWARD and not short_refused(self):
             kernels = [*kernels, GluonOption(SHORT_ROW)]
-        key = TuningKey(SHORT_KEY, self.case, shipped, lambda: [*kernels, SEPARATE])
+        key = TuningKey(SHORT_KEY, self.case, shipped, lambda: [*kernels, SEPARATE], SEPARATE)
         chosen = choose(self.device, key)
         return next((kernel for kernel in kernels if kernel == chosen), SEPARATE)
 

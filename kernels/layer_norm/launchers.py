@@ -51,6 +51,7 @@ from .kernels import (
 
 MAX_FEATURES = 65536
 ONE_BLOCK = 8192  # features that one program holds in registers
+THREE_SUMS = 4096  # features that it holds beside the sums of weight, bias and input_bias
 PARTIAL_SUMS = 256  # the most ranges of rows, each with a partial weight gradient
 
 
@@ -215,7 +216,9 @@ _OF_SUMS = "rms", "need_weight", "need_bias", "need_input_bias", "acc"  # fields
 
 
 class _Backward:
-    """The launches: one kernel if a row fits into a tile, else one for dx and one for weights."""
+    """The launches: one kernel if a row fits into a tile, else one for dx and one for the sums over
+    rows. Of a row wider than THREE_SUMS in one tile, the latter computes that of input_bias.
+    """
 
     def __init__(self, given: _Given, options: Options, needs: Needs) -> None:
         x, n, acc = given.x, options.n, triton_dtype(given.mean.dtype)
@@ -251,19 +254,23 @@ class _Backward:
             case=constants(case),
         )
         self.one = n <= tiles.columns
+        apart = needs[2:]  # the sums that a kernel of their own computes
         if self.one:
-            arguments["rows_per_program"] = per_program
+            apart = (False, False, needs.input_bias and n > THREE_SUMS)
+            inside = case._replace(need_input_bias=needs.input_bias and not apart[2])
+            arguments |= dict(rows_per_program=per_program, case=constants(inside))
             self.rows_kernel = Launch(
                 backward_kernel, (runs,), arguments, tiles.warps, groups=GROUPS
             )
-            return
-        if needs.x:
+        elif needs.x:
             grid: tuple[int, ...] = (triton.cdiv(rows, tiles.rows),)
             self.rows_kernel = Launch(
                 backward_wide_dx_kernel, grid, arguments, tiles.warps, groups=GROUPS
             )
-        if any(needs[2:]):
+        if any(apart):
             wide = WIDE_WEIGHTS
+            weight, bias, input_bias = apart
+            case = case._replace(need_weight=weight, need_bias=bias, need_input_bias=input_bias)
             own = {name: value for name, value in case._asdict().items() if name in _OF_SUMS}
             case = BackwardCase(*[False] * len(case))._replace(**own)  # the others are for dx
             arguments = dict(
@@ -313,11 +320,10 @@ def _run_backward(
     with on_device(x):
         if plan.one:
             plan.rows_kernel(*read, gradients, sums, statistics, seed)
-        else:
-            if needs.x:
-                plan.rows_kernel(*read, gradients, statistics, seed)
-            if any(wanted):
-                plan.weights_kernel(x, grad, dinput if needs.input_bias else x, sums, statistics)
+        elif needs.x:
+            plan.rows_kernel(*read, gradients, statistics, seed)
+        if plan.weights_kernel is not None:
+            plan.weights_kernel(x, grad, dinput if needs.input_bias else x, sums, statistics)
         if any(wanted):
             add_up(partial, [t for t, need in zip(results, wanted) if need])
     return [dx, dinput, *results]

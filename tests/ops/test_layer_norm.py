@@ -289,7 +289,7 @@ def test_sum_without_a_bias_and_strided(backend, device, against_oracle):
 @pytest.mark.sample
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
-@pytest.mark.parametrize("shape", [(3, 63), (600, 100), (2, 3, 40), (9, 8500)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 63), (600, 100), (2, 3, 40), (9, 4500), (9, 8500)], ids=str)
 def test_bias_of_the_input(backend, device, against_oracle, shape, dtype, dropout_p):
     """With its gradient, of strided tensors too."""
     x = added(*shape, dtype=dtype, device=device)
@@ -320,7 +320,7 @@ def test_bias_of_the_input_by_its_parts(backend, device):
     torch.testing.assert_close(grads[0][0].double(), want, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("n", [64, 8500])
+@pytest.mark.parametrize("n", [64, 4500, 8500])
 def test_one_gradient_of_the_input_or_its_bias(backend, device, n):
     """It is the same as beside the others."""
     x = added(37, n, device=device) | {"input_bias": torch.randn(n, device=device)}
@@ -464,6 +464,20 @@ def test_kernels_that_are_launched(device, monkeypatch, work, n, kernels, needed
     adds = needed != "input"
     assert found.launches == (kernels if needed == "both" else 1) + adds
     assert found.programs == programs + adds
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("n, kernels", [(15, 1), (16, 2), (17, 2)])
+def test_kernels_for_the_bias_of_the_input(device, monkeypatch, work, n, kernels):
+    """Where a row takes most registers, a kernel of its own sums up the gradient of the bias."""
+    norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
+    monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(2, 16, 4))
+    monkeypatch.setattr(norm, "THREE_SUMS", 15)
+    x = added(40, n, device=device) | {"input_bias": torch.randn(n, device=device)}
+    with use_backend("triton"):
+        out = joined_sum(**{name: t.requires_grad_() for name, t in x.items()}, dropout_p=0.3)
+        assert work(out.sum().backward).launches == kernels + 1  # one adds up the partial sums
+    torch.testing.assert_close(x["input_bias"].grad, x["input"].grad.sum(0))
 
 
 @pytest.mark.parametrize("bias", [True, False])

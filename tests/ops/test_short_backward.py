@@ -325,7 +325,11 @@ def test_explain_names_the_kernel(device):
     assert explained() == explained(s=100) == one + "tiny"
     assert explained(s=129) == explained(s=512) == explained(d=128) == one + "scratch"
     assert explained("sm_80") == explained("sm_86") == one + "scratch"
-    assert explained(s=512, b=16) == explained("sm_80", s=129) == explained("sm_100") == ""
+    slower = (
+        "not the backward in one kernel: separate kernels are expected or measured to be faster"
+    )
+    assert explained("sm_80", s=129) == explained("sm_100") == slower
+    assert slower in explained(s=512, b=16)
     assert explained(s=513) == explained(dtype=torch.float32, arch="sm_80") == ""
     assert explained(wanted=0) == ""
     why = "not the backward in one kernel: it takes no call with "

@@ -275,7 +275,7 @@ def flat(call):
 
 def test_the_jobs_of_a_call_are_its_kernels_and_then_the_op(one_row, all_of):
     done = all_of(attention(True, is_causal=True), tuning_worker.by_tiles)
-    backward = ["attention short backward", "attention dkdv", "attention dq"]
+    backward = ["attention dkdv", "attention dq", "attention short backward"]
     assert [kind for kind, _ in done] == [FORWARD, *backward, OP]
     forward = next(entry for (kind, _), entry in done.items() if kind == FORWARD)
     assert forward.us.keys() == {"32 32 4 1", "16 32 4 1"}
@@ -296,6 +296,23 @@ def launches(call):
     return float(len(launched))
 
 
+@pytest.mark.all_cases
+@pytest.mark.parametrize("one_kernel", [False, True])
+def test_one_kernel_is_compared_to_the_best_separate_ones(one_row, all_of, monkeypatch, one_kernel):
+    """Whichever is shipped, dK/dV and dQ are measured first, and by what they launch."""
+    plan = pytest.importorskip("fastformer.kernels.attention.plan")
+    monkeypatch.setattr(plan, "pays", lambda _: one_kernel)
+    done = all_of(attention(True), launches)
+    found = {kind: entry for (kind, _), entry in done.items()}
+    assert list(found)[1:4] == ["attention dkdv", "attention dq", "attention short backward"]
+    for name in ("attention dkdv", "attention dq"):
+        assert found[name].us == {"32 32 4 1": 4e6, "16 32 4 1": 4e6}
+    short = found["attention short backward"]
+    assert short.us == {"tiny": 2e6, "scratch": 2e6, "separate kernels": 4e6}
+    assert next(iter(short.us)) == ("tiny" if one_kernel else "separate kernels")
+    assert short.choice == "tiny" and found[OP].us["triton"] == 2e6
+
+
 def test_a_kernel_of_the_forward_is_timed_without_the_backward(one_row, all_of):
     counted = []
 
@@ -305,7 +322,7 @@ def test_a_kernel_of_the_forward_is_timed_without_the_backward(one_row, all_of):
 
     all_of(attention(True), count, lambda c: "16" not in c.name and not c.baseline)
     # Each in three rounds. Delta is the fourth; or dq, dk and dv are one kernel of either form.
-    assert counted == 3 * [1] + 3 * [4, 2, 2] + 9 * [4]
+    assert counted == 3 * [1] + 6 * [4] + 3 * [4, 2, 2] + 3 * [4]
 
 
 def few(**more):

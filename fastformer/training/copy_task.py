@@ -29,7 +29,7 @@ from fastformer.dispatch.backends import explain, use_backend
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.transformer import EncoderDecoder, make_model
 from fastformer.training.batches import Batch
-from fastformer.training.checkpoints import Checkpoints, is_first
+from fastformer.training.checkpoints import Checkpoints
 from fastformer.training.fit import fit
 from fastformer.training.training import LabelSmoothing, SimpleLossCompute, make_optimizer
 
@@ -100,27 +100,16 @@ class Settings:
         return model.to(self.device)
 
 
-class CopyData:
-    """`steps` batches of random symbols. Each sequence begins with 1, and the target is the source.
-
-    The symbols are drawn from a separate generator on the CPU, so every pass over the data has the
-    same batches on any device.
+def copy_batches(s: Settings) -> Iterator[Batch]:
+    """Yield `steps` batches of random symbols. Each sequence begins with 1, and the target is the
+    source. A separate generator on the CPU draws the symbols: they are the same on any device.
     """
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    def __len__(self) -> int:
-        return self.settings.steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        s = self.settings
-        generator = torch.Generator().manual_seed(s.seed)
-        for _ in range(s.steps):
-            symbols = torch.randint(1, s.vocab, (s.batch, s.length), generator=generator)
-            symbols[:, 0] = START
-            symbols = symbols.to(s.device)
-            yield Batch(symbols, symbols, PAD)
+    generator = torch.Generator().manual_seed(s.seed)
+    for _ in range(s.steps):
+        symbols = torch.randint(1, s.vocab, (s.batch, s.length), generator=generator)
+        symbols[:, 0] = START
+        symbols = symbols.to(s.device)
+        yield Batch(symbols, symbols, PAD)
 
 
 @dataclass(frozen=True)
@@ -181,6 +170,7 @@ class OneProcess:
     def __init__(self, checkpoints: Checkpoints | None = None, timed: bool = True) -> None:
         self.checkpoints, self.timed = checkpoints, timed
         self.losses: Sequence[Tensor] = []  # of every step so far
+        self.write: Callable[[str], object] = _write_line
 
     def place(self, model: EncoderDecoder) -> nn.Module:
         """Return the module to train: the model, or a wrapper or sharded version of it."""
@@ -192,8 +182,8 @@ class OneProcess:
         if self.checkpoints is None:
             return 0, []
         done, losses = self.checkpoints.begin(*state)
-        if done and is_first():
-            _write_line(f"  resumes from {self.checkpoints.resumed_from}, after {done} steps")
+        if done:
+            self.write(f"  resumes from {self.checkpoints.resumed_from}, after {done} steps")
         self.losses = losses
         return done, losses
 
@@ -236,10 +226,10 @@ def train(
     RuntimeError if the backend cannot run on the device.
     """
     trainer, is_interpreted = trainer or OneProcess(), interpreted(backend, settings.device)
-    write = _write_line if verbose else (lambda line: None)
+    write = trainer.write = _write_line if verbose else (lambda line: None)
     where = ", in Triton's interpreter on the CPU" if is_interpreted else ""
     write(f"\n{backend}{trainer.name}{where}")
-    data: Iterable[Batch] = CopyData(settings)
+    data: Iterable[Batch] = copy_batches(settings)
     if is_interpreted:
         data = _interpreted_steps(data, limit, write)
 

@@ -36,7 +36,7 @@ from benchmarks.peers import (
     check_agreement,
     tutorial_attention,
 )
-from fastformer.training.copy_task import PAD, CopyData, Settings
+from fastformer.training.copy_task import PAD, Settings, copy_batches
 from fastformer.training.training import LabelSmoothing, SimpleLossCompute, make_optimizer
 
 D_MODEL, D_FF, HEADS, P = 512, 2048, 8, 0.1
@@ -180,7 +180,7 @@ SIZES = dict(d_model=D_MODEL, d_ff=D_FF, heads=HEADS)
 @pytest.mark.parametrize("provider", ["torch", *BACKENDS])
 def test_copy_task(measure_step, device):
     settings = Settings(steps=1, device=device, dropout=P)
-    batch = next(iter(CopyData(settings)))
+    batch = next(copy_batches(settings))
     ours = settings.model()
     models = {"torch": plain(ours), **dict.fromkeys(BACKENDS, ours)}
     criterion = LabelSmoothing(settings.vocab, PAD)

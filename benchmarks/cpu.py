@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import fastformer as ff
 from benchmarks import ROOT
 from fastformer.environment import describe
-from fastformer.training.copy_task import PAD, CopyData, Settings
+from fastformer.training.copy_task import PAD, Settings, copy_batches
 
 RESULT = ROOT / "benchmarks" / "results" / "cpu.json"
 ROUNDS, SECONDS = 40, 4e-3  # rounds of a case; of one provider in a round, at least
@@ -87,7 +87,7 @@ class TorchTransformer(nn.Module):
 def copy_task() -> tuple[Call, Call]:
     """A training step of the copy task: forward, loss, backward and optimizer."""
     settings = Settings(steps=1)
-    batch = next(iter(CopyData(settings)))
+    batch = next(copy_batches(settings))
     ours, theirs = settings.model().train(), TorchTransformer(settings.model(), settings).train()
     adam, their_adam = (
         ff.make_optimizer(model.parameters(), settings.d_model)[0] for model in (ours, theirs)

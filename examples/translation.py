@@ -2,8 +2,9 @@
 
     python examples/translation.py source.txt target.txt
 
-The first 200 lines are not trained, but translated at the end. It needs tokenizers and sacrebleu,
-which the extra `translation` installs. A run that is stopped goes on from its checkpoint.
+The first 200 lines are for the test at the end, the next 200 for the validation, which chooses the
+weights, and the rest are trained. It needs tokenizers and sacrebleu, which the extra `translation`
+installs. A run that is stopped goes on from its checkpoint.
 """
 
 import sys
@@ -27,12 +28,13 @@ def bpe(lines):
 
 torch.manual_seed(0)
 lines = [Path(name).read_text().splitlines() for name in sys.argv[1:3]]
-source, target = tokenizers = [bpe(x[HELD:]) for x in lines]
+source, target = tokenizers = [bpe(x[2 * HELD :]) for x in lines]
 ids = [[[BEGIN, *x.ids, END] for x in t.encode_batch(y)] for t, y in zip(tokenizers, lines)]
 pairs = list(zip(*ids))
 model = ff.make_model(*(t.get_vocab_size() for t in tokenizers), N=2, d_model=64, d_ff=256, h=4)
 optimizer, scheduler = ff.make_optimizer(model.parameters(), model_size=64, warmup=400)
-batches, valid = ff.token_batches(pairs[HELD:], 2048), ff.token_batches(pairs[:HELD], 2048)
+parts = pairs[2 * HELD :], pairs[HELD : 2 * HELD]
+batches, valid = (ff.token_batches(part, 2048) for part in parts)
 ff.fit(
     model, batches, valid, optimizer=optimizer, scheduler=scheduler, epochs=20, patience=3,
     checkpoints="checkpoints", log="log",

@@ -7,8 +7,9 @@ only if `may_read` allows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fastformer.eager import may_read
 
+F = TypeVar("F", bound=Callable[..., Any])
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 STRIDED, autocasts = torch.strided, torch._C._is_any_autocast_enabled
@@ -264,6 +266,21 @@ def require_callable(expected: str = "a module", **functions: object) -> None:
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")
+
+
+def refuse(**hints: str) -> Callable[[F], F]:
+    """Let a function refuse keywords known from elsewhere, with what to write instead."""
+
+    def decorated(function: F) -> F:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            for name in hints.keys() & options.keys():
+                raise TypeError(f"{name} is no argument here; expected {hints[name]}")
+            return function(*arguments, **options)
+
+        return cast(F, call)
+
+    return decorated
 
 
 def require_token_ids(name: str, x: Tensor) -> None:

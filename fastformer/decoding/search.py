@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,12 @@ from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
 from fastformer.decoding.steps import Steps, Symbols, end_symbols, make_steps, put_tokens
 
+MAX_LEN = "max_len, which counts the prompt or the start symbol too"
 WAIT_EVERY = 16  # on a GPU, steps between two checks for the end, each of which waits
 
 
 @torch.no_grad()
+@checks.refuse(max_new_tokens=MAX_LEN)
 def greedy_decode(
     model: nn.Module,
     src: Tensor,
@@ -80,6 +81,7 @@ def greedy_decode(
 
 
 @torch.no_grad()
+@checks.refuse(max_new_tokens=MAX_LEN)
 def sample(
     model: nn.Module,
     src: Tensor,
@@ -130,6 +132,7 @@ def sample(
     return _searched(_RowSearch(make_steps(*given), choose, penalty)).tokens
 
 
+@checks.refuse(max_new_tokens=MAX_LEN)
 def stream_tokens(
     model: nn.Module,
     src: Tensor,
@@ -234,30 +237,7 @@ class Hypotheses(NamedTuple):
     lengths: Tensor
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _renamed(**names: str) -> Callable[[Function], Function]:
-    """Return a decorator that accepts keyword arguments by their old names too: old="new"."""
-
-    def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def renamed(*args: Any, **kwargs: Any) -> Any:
-            for old, new in names.items():
-                if old in kwargs:
-                    if new in kwargs:
-                        raise TypeError(
-                            f"{old} is the old name of {new}, and both are given; expected {new}"
-                        )
-                    kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return cast(Function, renamed)
-
-    return decorate
-
-
-@_renamed(beams="num_beams", alpha="length_penalty")
+@checks.refuse(beams="num_beams", alpha="length_penalty", max_new_tokens=MAX_LEN)
 @torch.no_grad()
 def beam_search(
     model: nn.Module,
@@ -283,7 +263,6 @@ def beam_search(
     hypotheses are kept. The search for a source is over when no beam can reach the score of its
     n_best-th hypothesis, or at max_len, where the unfinished beams become hypotheses as well.
 
-    num_beams and length_penalty also go by their old names beams and alpha, for one more version.
 
     Args:
         model, src, src_mask, max_len, start_symbol: as in `greedy_decode`.

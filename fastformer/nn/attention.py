@@ -129,6 +129,7 @@ class MultiHeadedAttention(AliasedModule):
     key_norm: RMSNorm | None
     gate: nn.Linear | None
 
+    @checks.refuse(head="h", embedding_dim="d_model")
     def __init__(
         self,
         h: int,

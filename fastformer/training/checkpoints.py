@@ -1,20 +1,22 @@
 """Checkpoints of a training run, of one process or of several, by torch.distributed.checkpoint.
 
 A folder step-N holds the model, the optimizer, the schedule, the losses of N steps and the state of
-torch's generators. Each form of training reads what another has saved.
+the generators. Any number of processes reads what another number of them has saved.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fastformer.checks import require_instance, require_size
 from fastformer.distributed.parallelize import require_same_ranks
 
-FORMAT = "fastformer checkpoint, version 1"
+FORMAT = "fastformer checkpoint, version 2"
 EVERY = 10  # steps
 KEPT = 3  # checkpoints in a folder
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # no reason to warn
@@ -41,9 +43,9 @@ class Checkpoints:
             checkpoints.end_step(losses)
 
     A checkpoint is a folder step-N of torch.distributed.checkpoint. It has the parameters, the
-    optimizer, the schedule, the losses of N steps, the state of torch's generators, the settings
-    and the version of this form. Only the three newest checkpoints are kept; other files in the
-    folder are not touched.
+    optimizer, the schedule, the losses of N steps, the state of the generators of torch, NumPy and
+    Python, the settings and the version of this form. Only the three newest checkpoints are kept;
+    other files in the folder are not touched.
     A run of several processes saves one checkpoint, which any number of processes loads.
 
     Args:
@@ -88,13 +90,11 @@ class Checkpoints:
         """Load the newest checkpoint that can be read, if there is one, into the model, optimizer
         and scheduler of the run; return its number of steps and their losses.
 
-        more: an object whose state_dict() is saved as well; its load_state_dict gets the entries
-        that the checkpoint has.
+        more: an object whose state_dict() is saved as well, and loaded by its load_state_dict.
 
-        A warning names the checkpoints that cannot be read. One that was saved before checkpoints
-        had a version loads as well.
+        A warning names the checkpoints that cannot be read.
 
-        Raises ValueError, on all ranks, if the settings of the checkpoint differ, it is of a later
+        Raises ValueError, on all ranks, if the settings of the checkpoint differ, it is of another
         version, has more steps than the run, the checkpoints differ between the ranks, or none in
         the folder can be read.
         """
@@ -109,9 +109,8 @@ class Checkpoints:
             try:
                 losses = self._load(path, done)
             except CheckpointException as error:  # raised on all ranks if one cannot read it
-                _raise_interrupt(error)
+                reason = _reason(error)
                 if is_first():
-                    reason = _reason(error)
                     message = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
                     warnings.warn(message, stacklevel=2)
             else:
@@ -156,10 +155,9 @@ class Checkpoints:
             try:
                 dcp.save(state, checkpoint_id=str(path))
             except dcp.CheckpointException as error:
-                _raise_interrupt(error)
+                reason = _reason(error)
                 if is_first():
                     shutil.rmtree(path, ignore_errors=True)
-                reason = _reason(error)
                 if not isinstance(reason, (OSError, RuntimeError)):
                     raise
                 message = f"checkpoint {path} cannot be written: {reason}"
@@ -177,15 +175,14 @@ class Checkpoints:
         saved = {"settings": ""}
         _read(saved, path)
         found = json.loads(saved["settings"])
-        version = found.get("format")
-        if version not in (FORMAT, None):
+        if found.get("format") != FORMAT:
+            version = found.get("format")
             raise ValueError(f"checkpoint {path} has format {version!r}; expected {FORMAT!r}")
-        theirs = found if version is None else found["settings"]  # the first ones had no version
         for name, ours in json.loads(self._settings)["settings"].items():
-            if theirs.get(name) != ours:
+            theirs = found["settings"].get(name)
+            if theirs != ours:
                 raise ValueError(
-                    f"checkpoint {path} has {name} {theirs.get(name)}; expected {ours}, or another "
-                    "folder"
+                    f"checkpoint {path} has {name} {theirs}; expected {ours}, or another folder"
                 )
         if done > self._steps:
             raise ValueError(
@@ -194,19 +191,12 @@ class Checkpoints:
             )
         model, optimizer, scheduler, more = self._state
         state = self._collected(torch.zeros(done))
-        has = {name.split(".")[1] for name in _names(path) if name.startswith("more.")}
-        state["more"] = {name: x for name, x in state["more"].items() if name in has}
         _read(state, path)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        parts = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(model, optimizer, **parts)
         if scheduler is not None:
             scheduler.load_state_dict(state["scheduler"])
-        for module, x in zip(generators(), state["random"]):
-            module.set_rng_state(x)
+        set_random_state(state["random"])
         if more is not None:
             more.load_state_dict(state["more"])
         return list(state["losses"].to(next(model.parameters()).device))
@@ -221,7 +211,7 @@ class Checkpoints:
             "model": parameters,
             "optimizer": moments,
             "scheduler": {} if scheduler is None else _numbers(scheduler.state_dict()),
-            "random": [module.get_rng_state() for module in generators()],
+            "random": random_state(),
             "losses": losses,
             "settings": self._settings,
             "more": {} if more is None else more.state_dict(),
@@ -238,16 +228,11 @@ def _numbers(x: Any) -> Any:
 
 
 def _reason(error: Any) -> BaseException:
-    """Return the first failure that a CheckpointException reports."""
-    reason: BaseException = next(iter(error.failures.values()))[0]
-    return reason
-
-
-def _raise_interrupt(error: Any) -> None:
-    """Raise KeyboardInterrupt if Ctrl-C is what a CheckpointException reports."""
-    for reason, _ in error.failures.values():
-        if isinstance(reason, KeyboardInterrupt):
-            raise KeyboardInterrupt from error
+    """Return the first failure that a CheckpointException reports; raise it if it is Ctrl-C."""
+    reasons: list[BaseException] = [reason for reason, _ in error.failures.values()]
+    if any(isinstance(reason, KeyboardInterrupt) for reason in reasons):
+        raise KeyboardInterrupt from error
+    return reasons[0]
 
 
 def _read(state: dict[str, Any], path: Path) -> None:
@@ -258,18 +243,24 @@ def _read(state: dict[str, Any], path: Path) -> None:
         dcp.load(state, checkpoint_id=str(path))
 
 
-def _names(path: Path) -> Iterable[str]:
-    """Return the names of what a checkpoint holds."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    names: Iterable[str] = FileSystemReader(path).read_metadata().state_dict_metadata
-    return names
-
-
 def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def generators() -> list[Any]:
+def random_state() -> tuple[Any, ...]:
+    """Return the state of the generators of torch, NumPy and Python."""
+    of_torch = [module.get_rng_state() for module in _generators()]
+    return of_torch, numpy.random.get_state(), random.getstate()
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    of_torch, of_numpy, of_python = state
+    for module, x in zip(_generators(), of_torch):
+        module.set_rng_state(x)
+    numpy.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
+def _generators() -> list[Any]:
     """Return the modules of torch that have a generator in use."""
     return [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]

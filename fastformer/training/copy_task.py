@@ -100,27 +100,16 @@ class Settings:
         return model.to(self.device)
 
 
-class CopyData:
-    """`steps` batches of random symbols. Each sequence begins with 1, and the target is the source.
-
-    The symbols are drawn from a separate generator on the CPU, so every pass over the data has the
-    same batches on any device.
+def copy_batches(s: Settings) -> Iterator[Batch]:
+    """Yield `steps` batches of random symbols. Each sequence begins with 1, and the target is the
+    source. A separate generator on the CPU draws the symbols: they are the same on any device.
     """
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    def __len__(self) -> int:
-        return self.settings.steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        s = self.settings
-        generator = torch.Generator().manual_seed(s.seed)
-        for _ in range(s.steps):
-            symbols = torch.randint(1, s.vocab, (s.batch, s.length), generator=generator)
-            symbols[:, 0] = START
-            symbols = symbols.to(s.device)
-            yield Batch(symbols, symbols, PAD)
+    generator = torch.Generator().manual_seed(s.seed)
+    for _ in range(s.steps):
+        symbols = torch.randint(1, s.vocab, (s.batch, s.length), generator=generator)
+        symbols[:, 0] = START
+        symbols = symbols.to(s.device)
+        yield Batch(symbols, symbols, PAD)
 
 
 @dataclass(frozen=True)
@@ -180,8 +169,8 @@ class OneProcess:
 
     def __init__(self, checkpoints: Checkpoints | None = None, timed: bool = True) -> None:
         self.checkpoints, self.timed = checkpoints, timed
-        self.done, self.losses = 0, list[Tensor]()  # steps of the checkpoint; losses of the run
-        self.write: Callable[[str], object] = lambda line: None
+        self.losses: Sequence[Tensor] = []  # of every step so far
+        self.write: Callable[[str], object] = _write_line
 
     def place(self, model: EncoderDecoder) -> nn.Module:
         """Return the module to train: the model, or a wrapper or sharded version of it."""
@@ -190,14 +179,17 @@ class OneProcess:
 
     def begin(self, *state: Any) -> tuple[int, list[Tensor]]:
         """Begin as `Checkpoints.begin` does, from the checkpoint, if there is one."""
-        if self.checkpoints is not None:
-            self.done, self.losses = self.checkpoints.begin(*state)
-        if self.done and self.checkpoints is not None:
-            self.write(f"  resumes from {self.checkpoints.resumed_from}, after {self.done} steps")
-        return self.done, self.losses
+        if self.checkpoints is None:
+            return 0, []
+        done, losses = self.checkpoints.begin(*state)
+        if done:
+            self.write(f"  resumes from {self.checkpoints.resumed_from}, after {done} steps")
+        self.losses = losses
+        return done, losses
 
     def end_step(self, losses: Sequence[Tensor], last: bool = False) -> None:
         """Save a checkpoint if one is due. losses: the loss of every step so far."""
+        self.losses = losses
         if self.checkpoints is not None:
             self.checkpoints.end_step(losses, last)
 
@@ -234,10 +226,10 @@ def train(
     RuntimeError if the backend cannot run on the device.
     """
     trainer, is_interpreted = trainer or OneProcess(), interpreted(backend, settings.device)
-    write = _write_line if verbose else (lambda line: None)
+    write = trainer.write = _write_line if verbose else (lambda line: None)
     where = ", in Triton's interpreter on the CPU" if is_interpreted else ""
     write(f"\n{backend}{trainer.name}{where}")
-    data: Iterable[Batch] = CopyData(settings)
+    data: Iterable[Batch] = copy_batches(settings)
     if is_interpreted:
         data = _interpreted_steps(data, limit, write)
 
@@ -245,21 +237,23 @@ def train(
         torch.manual_seed(settings.seed)
         model = settings.model()
         write("  untrained: " + _arrow(settings, _decode(settings, model.eval())))
-        model.train()
-        placed = trainer.place(model)
+        placed = trainer.place(model.train())
         optimizer, scheduler = make_optimizer(
             placed.parameters(), settings.d_model, settings.factor, settings.warmup
         )
         criterion = LabelSmoothing(settings.vocab, PAD, settings.smoothing)
-        compute = SimpleLossCompute(model.generator, criterion)
-        trainer.write, speeds = write, []
+        compute, rows = SimpleLossCompute(model.generator, criterion), []
         started, decoded, decoding, interrupted = time.perf_counter(), None, None, False
 
         def report(row: dict[str, Any]) -> None:
-            step, loss, speed = row["step"], row["loss"], row["tokens_per_second"]
-            speeds.append(speed)
+            rows.append(row)
+            loss = row["loss"]
             bar = "#" * min(40, round(15 * loss)) if math.isfinite(loss) else "not finite"
-            write(f"  step {step:5d}  {speed:9,.0f} tokens/s  loss {loss:7.4f}  {bar}")
+            speed = f"{row['tokens_per_second']:9,.0f} tokens/s"
+            write(f"  step {row['step']:5d}  {speed}  loss {loss:7.4f}  {bar}")
+
+        def speed() -> float:
+            return statistics.median([row["tokens_per_second"] for row in rows] or [math.nan])
 
         try:
             with trainer.sequences():
@@ -274,26 +268,20 @@ def train(
                     report=report,
                     report_every=1 if is_interpreted else max(1, settings.steps // 10),
                     progress=None if verbose else False,
-                    description=f"  {backend}",
                 )
-            if trainer.done == settings.steps:
-                write(f"  the checkpoint has all of the {settings.steps} steps")
-            losses = trainer.losses
-            seconds, speed = time.perf_counter() - started, statistics.median(speeds or [math.nan])
-            trained = f"  trained {len(losses)} of {settings.steps} steps"
-            write(f"{trained} in {seconds:.1f} s, {speed:,.0f} tokens/s")
+            trained, seconds = len(trainer.losses), time.perf_counter() - started
+            write(
+                f"  trained {trained} of {settings.steps} steps in {seconds:.1f} s, "
+                f"{speed():,.0f} tokens/s"
+            )
             model = trainer.gathered(placed, settings)
-            if len(losses) == settings.steps:
+            if trained == settings.steps:
                 timed = trainer.timed and not is_interpreted
                 decoded, decoding = _decoded(settings, model, timed, write)
         except KeyboardInterrupt:
             interrupted = True
-    speed, parallel = (
-        statistics.median(speeds or [math.nan]),
-        trainer.name.removeprefix(", ") or None,
-    )
-    result = [float(loss) for loss in trainer.losses]
-    return Run(backend, is_interpreted, result, speed, decoded, decoding, parallel, interrupted)
+    losses, parallel = [float(x) for x in trainer.losses], trainer.name.removeprefix(", ") or None
+    return Run(backend, is_interpreted, losses, speed(), decoded, decoding, parallel, interrupted)
 
 
 def _interpreted_steps(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import csv
 import os
-import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, cast
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,11 +24,14 @@ from tqdm.auto import tqdm
 from fastformer import checks
 from fastformer.nn.transformer import Generator
 from fastformer.training.batches import Batch
-from fastformer.training.checkpoints import Checkpoints, generators, is_first
+from fastformer.training.checkpoints import Checkpoints, is_first, random_state, set_random_state
 from fastformer.training.training import LabelSmoothing, SimpleLossCompute, run_epoch
 
 Row = dict[str, Any]
-COLUMNS = "step", "epoch", "loss", "learning_rate", "tokens_per_second", "valid_loss", "metric"
+COLUMNS = dict(  # of the log, and how they are printed
+    step="6d", epoch="3d", loss="8.4f", learning_rate=".1e", tokens_per_second="9,.0f",
+    valid_loss="8.4f", metric="8.4f",
+)  # fmt: skip
 EVERY = 100  # updates between checkpoints, if the folder alone is given
 
 
@@ -66,7 +69,6 @@ def fit(
     report: Callable[[Row], None] | None = None,
     report_every: int = 20,
     progress: bool | None = None,
-    description: str | None = None,
     accumulation_steps: int = 1,
     max_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
@@ -102,15 +104,14 @@ def fit(
             the last weights.
         checkpoints: a `Checkpoints`, or the folder of one that saves every 100 updates; None for
             none. The run resumes from what is there.
-        log: a folder for log.csv and, if tensorboard is installed, for its events. The rows after
-            the checkpoint from which a run resumes are written again, and without one all.
+        log: a folder for log.csv and, if tensorboard is installed, for its events. log.csv is
+            written anew, with the rows that the checkpoint has, if there is one.
         report: called with each row of the log, a dict: "step", "epoch", "loss" (per token, the
             mean since the last row), "learning_rate" and "tokens_per_second" every `report_every`
             updates, "step", "epoch", "valid_loss" and "metric" at a validation.
         report_every: the number of updates between rows.
-        progress, description: as in `run_epoch`; the bar covers all epochs. Where progress is not
-            False and `report` is None, rows are printed: all if there is no bar, else the
-            validations.
+        progress: as in `run_epoch`; the bar covers all epochs. Where it is not False and `report`
+            is None, rows are printed: all if there is no bar, else the validations.
         accumulation_steps, max_grad_norm, autocast, scaler, cuda_graph: as in `run_epoch`.
 
     Several processes, as under DDP, have to see the same `valid` and metric; the first one writes
@@ -125,33 +126,22 @@ def fit(
 
     `run_epoch` and `Checkpoints` raise their own errors as well.
     """
-    numbers = dict(epochs=epochs, steps=steps, valid_every=valid_every, patience=patience)
-    _require(batches, valid, optimizer, metric, log, report_every=report_every, **numbers)
     loss_compute = loss_compute or _loss_compute(model, batches)
-    if isinstance(checkpoints, (str, os.PathLike)):
-        checkpoints = Checkpoints(checkpoints, {"steps": steps or 2**31 - 1}, EVERY)
-    if checkpoints is not None and not callable(getattr(checkpoints, "end_step", None)):
-        kind = type(checkpoints).__name__
-        raise TypeError(f"checkpoints is a {kind}; expected Checkpoints, a folder, or None")
     bar = sys.stdout.isatty() if progress is None else checks.require_flag("progress", progress)
-    if report is not None:
-        checks.require_callable("a function of a row", report=report)
-    elif progress is not False:
+    if report is None and progress is not False:
         report = partial(_print_row, bar)
-    quiet: dict[str, Any] = dict(report=_ignore, progress=False, autocast=autocast)
+    options: dict[str, Any] = dict(loss_compute=loss_compute, autocast=autocast)
     training = _Training(
-        model, batches, valid, optimizer, scaler, epochs, steps, valid_every, metric, patience,
-        report_every, checkpoints, [report or _ignore], accumulation_steps,
-        partial(run_epoch, model=model, loss_compute=loss_compute, **quiet),
+        model, batches, valid, optimizer, scheduler, scaler, epochs, steps, valid_every, metric,
+        patience, checkpoints, log, report, report_every, accumulation_steps,
+        partial(run_epoch, model=model, progress=False, **options),
     )  # fmt: skip
-    more = training.begin(scheduler, log)
-    if more:
-        options = dict(max_grad_norm=max_grad_norm, scaler=scaler, cuda_graph=cuda_graph)
+    if training.begin():
         run_epoch(
-            training, model.train(), loss_compute, optimizer, scheduler,
-            **quiet | dict(progress=bar, description=description, **options),
-            accumulation_steps=accumulation_steps, after_update=training.after_update,
-            report_every=report_every * accumulation_steps,
+            training, model.train(), optimizer=optimizer, scheduler=scheduler, scaler=scaler,
+            accumulation_steps=accumulation_steps, max_grad_norm=max_grad_norm, progress=bar,
+            report_every=report_every * accumulation_steps, after_update=training.after_update,
+            cuda_graph=cuda_graph, **options,
         )  # fmt: skip
     return training.finish()
 
@@ -164,44 +154,72 @@ class _Training:
     batches: Iterable[Batch]
     valid: Iterable[Batch] | None
     optimizer: Optimizer
+    scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler | None
     epochs: int | None
     steps: int | None
     valid_every: int | None
     metric: Callable[[nn.Module], float] | None
     patience: int | None
+    checkpoints: Any
+    log: str | os.PathLike[str] | None
+    report: Callable[[Row], None] | None
     report_every: int
-    checkpoints: Checkpoints | None
-    writers: list[Callable[[Row], None]]
     accumulation_steps: int
     evaluate: Callable[[Iterable[Batch]], float]
 
     losses: list[Tensor] = field(default_factory=list)
     epoch: int = 0  # complete ones
     batch: int = 0  # those read in this epoch
+    rows: list[Row] = field(default_factory=list)  # of the log
     validations: list[Row] = field(default_factory=list)
-    best: Row | None = None
-    waited: int = 0  # validations since the best one
-    reported: int = 0  # updates in the rows so far
-    first_random: Any = None  # the state of the generators at the start of the epoch
+    random: Any = None  # the state of the generators at the start of the epoch
     weights: dict[str, Any] = field(default_factory=dict)  # the best ones, with patience
-    loaded: bool = False  # the batches have been put to their position
+
+    def __post_init__(self) -> None:
+        """Check the arguments of `fit` that `run_epoch` does not check."""
+        checks.require_instance("batches", self.batches, Iterable, "an iterable of batches")
+        checks.require_instance("optimizer", self.optimizer, Optimizer, "one of torch.optim")
+        path = str, os.PathLike, NoneType
+        checks.require_instance("log", self.log, path, "a folder, or None")
+        if self.metric is not None:
+            checks.require_callable("a function of the model", metric=self.metric)
+        if self.report is not None:
+            checks.require_callable("a function of a row", report=self.report)
+        for name in ("epochs", "steps", "valid_every", "patience", "report_every"):
+            if getattr(self, name) is not None:
+                checks.require_size(**{name: getattr(self, name)})
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(
+                f"epochs is {self.epochs} and steps is {self.steps}; expected one of them"
+            )
+        for name in ("valid_every", "patience"):
+            if getattr(self, name) is not None and self.valid is None and self.metric is None:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, without valid and metric; expected one of "
+                    "them"
+                )
+        if not hasattr(self.checkpoints, "end_step"):
+            expected = "Checkpoints, a folder, or None"
+            checks.require_instance("checkpoints", self.checkpoints, path, expected)
+            if self.checkpoints is not None:
+                settings = {"steps": self.steps or 2**31 - 1}
+                self.checkpoints = Checkpoints(self.checkpoints, settings, EVERY)
 
     # ------------------------------------------------------------------------------ the batches
 
-    def begin(self, scheduler: LRScheduler | None, log: str | os.PathLike[str] | None) -> bool:
+    def begin(self) -> bool:
         """Resume from a checkpoint, if there is one; return whether an update is left."""
-        self.first_random = _random_state()
+        self.random = random_state()
         self._keep_weights()
         if self.checkpoints is not None:
-            self.losses = self.checkpoints.begin(self.model, self.optimizer, scheduler, self)[1]
-            if self.losses and not self.epoch + self.batch:  # of training without `fit`
-                self.batch = len(self.losses) * self.accumulation_steps
-                self.reported = len(self.losses)
-                self._keep_weights()
-        if log is not None and is_first():
-            self.writers.append(_log(log, len(self.losses), self.reported, self.validations))
-        self._started = time.perf_counter()
+            state = self.model, self.optimizer, self.scheduler, self
+            self.losses = self.checkpoints.begin(*state)[1]
+        self._writers = [self.report] if self.report is not None else []
+        if self.log is not None and is_first():
+            self._writers.append(_log(self.log, self.rows))
+        self._device = self.optimizer.param_groups[0]["params"][0].device
+        self._started, self._tokens = time.perf_counter(), cast(Any, 0)
         self._rest = self._batches()
         self._next = list(islice(self._rest, 1))
         return bool(self._next)
@@ -218,14 +236,12 @@ class _Training:
 
     def _batches(self) -> Iterator[Batch]:
         """Yield the batches that are left. After an epoch, validate."""
-        device = self.optimizer.param_groups[0]["params"][0].device
-        self._tokens: Any = 0
         while not self._is_over():
             rest = self._opened()
             while not self._is_over() and (batch := next(rest, None)) is not None:
                 self.batch += 1
                 self._tokens += getattr(batch, "ntokens", None) or 0
-                yield batch.to(device, non_blocking=True) if isinstance(batch, Batch) else batch
+                yield self._moved(batch)
             if self._is_over():
                 return
             if self.batch == 0:
@@ -242,22 +258,24 @@ class _Training:
         return (
             (self.steps is not None and len(self.losses) >= self.steps)
             or (self.epochs is not None and self.epoch >= self.epochs)
-            or (self.patience is not None and self.waited >= self.patience)
+            or (self.patience is not None and self._waited() >= self.patience)
         )
 
     def _opened(self) -> Iterator[Batch]:
         """Return an iterator of the batches that are left of the epoch."""
-        now = _random_state()
+        now = random_state()
         if self.batch == 0:
-            self.first_random = now
-        if self.batch == 0 or self.loaded:
+            self.random = now
+        if self.batch == 0 or _has_state(self.batches):
             return iter(self.batches)
-        _set_random_state(self.first_random)
+        set_random_state(self.random)
         rest = iter(self.batches)
-        for _ in range(self.batch):
-            next(rest, None)
-        _set_random_state(now)
+        deque(islice(rest, self.batch), 0)  # reads them
+        set_random_state(now)
         return rest
+
+    def _moved(self, batch: Batch) -> Batch:
+        return batch.to(self._device, non_blocking=True) if isinstance(batch, Batch) else batch
 
     # ------------------------------------------------------------------ what is due, and the end
 
@@ -274,8 +292,7 @@ class _Training:
 
     def finish(self) -> Fitted:
         """Report, save and validate what has not been; return what the run has done."""
-        if len(self.losses) > self.reported:
-            self._report()
+        self._report()
         if self.checkpoints is not None:
             self.checkpoints.end_step(self.losses, last=True)
         self._validate()
@@ -285,18 +302,22 @@ class _Training:
             set_model_state_dict(self.model, self.weights)
         self.model.eval()
         losses = torch.stack(self.losses).tolist() if self.losses else []
-        return Fitted(losses, self.validations, self.best)
+        return Fitted(losses, self.validations, self._best())
 
     def _report(self) -> None:
-        loss = float(torch.stack(self.losses[self.reported :]).mean())
-        now, rate = time.perf_counter(), float(self.optimizer.param_groups[0]["lr"])
-        speed = float(self._tokens) / (now - self._started)
-        self._write(loss=loss, learning_rate=rate, tokens_per_second=speed)
-        self.reported, self._started, self._tokens = len(self.losses), now, 0
+        """Write a row of the updates since the last one."""
+        last = next((row["step"] for row in reversed(self.rows) if "loss" in row), 0)
+        if losses := self.losses[last:]:
+            loss, rate = float(torch.stack(losses).mean()), self.optimizer.param_groups[0]["lr"]
+            now = time.perf_counter()
+            speed = float(self._tokens) / (now - self._started)
+            self._write(loss=loss, learning_rate=float(rate), tokens_per_second=speed)
+            self._started, self._tokens = now, 0
 
     def _write(self, **numbers: float) -> Row:
         row: Row = {"step": len(self.losses), "epoch": self.epoch + (self.batch > 0), **numbers}
-        for write in self.writers:
+        self.rows.append(row)
+        for write in self._writers:
             write(row)
         return row
 
@@ -308,28 +329,26 @@ class _Training:
         started, numbers = time.perf_counter(), {}
         self.model.eval()
         if self.valid is not None:
-            numbers["valid_loss"] = self.evaluate(self.valid)
+            numbers["valid_loss"] = self.evaluate(map(self._moved, self.valid))
         if self.metric is not None:
             with torch.no_grad():
                 numbers["metric"] = float(self.metric(self.model))
         self.model.train()
-        row = self._write(**numbers)
-        self.validations.append(row)
-        if self.best is None or self._is_better(row):
-            self.best, self.waited = row, 0
+        self.validations.append(self._write(**numbers))
+        if self._waited() == 0:
             self._keep_weights()
-        else:
-            self.waited += 1
         self._started += time.perf_counter() - started
 
-    def _is_better(self, row: Row) -> bool:
-        assert self.best is not None
-        better: bool = (
-            row["valid_loss"] < self.best["valid_loss"]
-            if self.metric is None
-            else row["metric"] > self.best["metric"]
-        )
-        return better
+    def _best(self) -> Row | None:
+        """Return the first of the best validations."""
+        if self.metric is None:
+            return min(self.validations, key=lambda row: row["valid_loss"], default=None)
+        return max(self.validations, key=lambda row: row["metric"], default=None)
+
+    def _waited(self) -> int:
+        """Return the number of validations since the best one."""
+        best = self._best()
+        return self.validations[::-1].index(best) if best is not None else 0
 
     def _keep_weights(self) -> None:
         if self.patience is not None:
@@ -343,118 +362,62 @@ class _Training:
 
     # -------------------------------------------------------------------------- the checkpoint
 
-    _SAVED = "epoch", "batch", "validations", "best", "waited", "reported", "first_random"
+    _SAVED = "epoch", "batch", "rows", "validations", "random"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint has beside the model, the optimizer and the schedule."""
         position = {name: getattr(self, name) for name in self._SAVED}
-        position["random"] = _random_state()
         parts: Any = self.batches, self.valid, self.scaler
-        position["parts"] = [x.state_dict() if _has_state(x) else None for x in parts]
-        state: dict[str, Any] = {"position": (position,)}  # a tuple is saved as one object
+        states = [x.state_dict() if _has_state(x) else None for x in parts]
+        state: dict[str, Any] = {"position": (position, states)}  # a tuple is saved as one object
         return state | ({} if self.patience is None else {"weights": self.weights})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, which has filled the weights; one of another form of training
-        has no position.
-        """
-        for position in state.get("position", ()):
-            for name in self._SAVED:
-                setattr(self, name, position[name])
-            for x, saved in zip((self.batches, self.valid, self.scaler), position["parts"]):
-                if saved is not None and _has_state(x):
-                    x.load_state_dict(saved)  # type: ignore[union-attr]
-                    self.loaded = self.loaded or x is self.batches
-            _set_random_state(position["random"])
-        if "weights" not in state:
-            self._keep_weights()
+        """Go on from a checkpoint, which has filled the weights."""
+        position, states = state["position"]
+        vars(self).update(position)
+        for x, saved in zip((self.batches, self.valid, self.scaler), states):
+            if saved is not None and _has_state(x):
+                x.load_state_dict(saved)  # type: ignore[union-attr]
 
 
 def _has_state(x: Any) -> bool:
-    return callable(getattr(x, "state_dict", None)) and callable(
-        getattr(x, "load_state_dict", None)
-    )
-
-
-def _random_state() -> Any:
-    of_torch = [module.get_rng_state() for module in generators()]
-    return of_torch, numpy.random.get_state(), random.getstate()
-
-
-def _set_random_state(state: Any) -> None:
-    of_torch, of_numpy, of_python = state
-    for module, x in zip(generators(), of_torch):
-        module.set_rng_state(x)
-    numpy.random.set_state(of_numpy)
-    random.setstate(of_python)
+    return callable(getattr(x, "load_state_dict", None))
 
 
 # ----------------------------------------------------------------------------------------- the log
 
 
-def _log(
-    folder: str | os.PathLike[str], done: int, reported: int, validations: list[Row]
-) -> Callable[[Row], None]:
-    """Return a function that adds a row to log.csv and to TensorBoard's events in the folder.
-
-    Only the rows from before the checkpoint, which has `done` updates, are kept.
+def _log(folder: str | os.PathLike[str], rows: list[Row]) -> Callable[[Row], None]:
+    """Write the rows to log.csv in the folder; return a function that adds a row to it, and to
+    TensorBoard's events.
     """
-    path = Path(folder) / "log.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept: list[Row] = []
-    if done and path.exists():
-        steps = {str(row["step"]) for row in validations}
-        with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if None not in row.values()]
-        kept = [
-            r for r in rows if (int(r["step"]) <= reported if r["loss"] else r["step"] in steps)
-        ]
-    whole = path.with_name("log.csv.new")
-    with whole.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(kept)
-    whole.replace(path)
-    lines = csv.DictWriter(path.open("a", newline="", buffering=1), COLUMNS)  # by line: kill -9
+    os.makedirs(folder, exist_ok=True)
+    file = open(Path(folder) / "log.csv", "w", newline="", buffering=1)  # noqa: SIM115 - by line
+    lines = csv.DictWriter(file, COLUMNS)
+    lines.writeheader()
+    lines.writerows(rows)
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        board = None
-    else:
-        board = SummaryWriter(str(folder), purge_step=done + 1)
+        return lines.writerow
+    board = SummaryWriter(str(folder), purge_step=1 + (rows[-1]["step"] if rows else 0))
 
     def write(row: Row) -> None:
         lines.writerow(row)
-        if board is not None:
-            for name in set(COLUMNS[2:]) & set(row):
-                board.add_scalar(name, row[name], row["step"])
-            board.flush()
+        for name in row.keys() - {"step", "epoch"}:
+            board.add_scalar(name, row[name], row["step"])
+        board.flush()
 
     return write
 
 
 def _print_row(bar: bool, row: Row) -> None:
     """Print a row of the log; beside a bar only validations, above it."""
-    if bar and "loss" in row:
-        return
-    words = [f"step {row['step']:6d}  epoch {row['epoch']:3d}"]
-    for name, text in (
-        ("loss", "loss {:8.4f}"),
-        ("learning_rate", "lr {:.1e}"),
-        ("tokens_per_second", "{:10,.0f} tokens/s"),
-        ("valid_loss", "valid loss {:8.4f}"),
-        ("metric", "metric {:8.4f}"),
-    ):
-        words += [text.format(row[name])] if name in row else []
-    tqdm.write("  ".join(words), file=sys.stdout)
-    sys.stdout.flush()
-
-
-def _ignore(*_: Any) -> None:
-    pass
-
-
-# ------------------------------------------------------------------------------------ the arguments
+    if not (bar and "loss" in row):
+        words = [f"{name.replace('_', ' ')} {x:{COLUMNS[name]}}" for name, x in row.items()]
+        tqdm.write("  ".join(words), file=sys.stdout)
+        sys.stdout.flush()
 
 
 def _loss_compute(model: nn.Module, batches: object) -> SimpleLossCompute:
@@ -468,25 +431,3 @@ def _loss_compute(model: nn.Module, batches: object) -> SimpleLossCompute:
     size = generator.proj.out_features
     criterion = LabelSmoothing(size, getattr(batches, "padding_idx", 0), 0.1)
     return SimpleLossCompute(generator, criterion)
-
-
-def _require(
-    batches: object, valid: Any, optimizer: Any, metric: Any, log: Any, **numbers: int | None
-) -> None:
-    """Check the arguments of `fit` that `run_epoch` does not check."""
-    checks.require_instance("batches", batches, Iterable, "an iterable of batches")
-    checks.require_instance("optimizer", optimizer, Optimizer, "one of torch.optim")
-    if log is not None:
-        checks.require_instance("log", log, (str, os.PathLike), "a folder, or None")
-    if metric is not None:
-        checks.require_callable("a function of the model", metric=metric)
-    checks.require_size(**{name: x for name, x in numbers.items() if x is not None})
-    if (numbers["epochs"] is None) == (numbers["steps"] is None):
-        raise ValueError(
-            f"epochs is {numbers['epochs']} and steps is {numbers['steps']}; expected one of them"
-        )
-    for name in ("valid_every", "patience"):
-        if numbers[name] is not None and valid is None and metric is None:
-            raise ValueError(
-                f"{name} is {numbers[name]}, without valid and metric; expected one of them"
-            )

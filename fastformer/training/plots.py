@@ -1,9 +1,9 @@
 """The figures of the tutorials. matplotlib is imported only when a figure is drawn.
 
-PICTURES maps a name to a `Picture`: a function that computes the data with this package, and a
-function that draws them. `picture(name)` draws one, `fastformer plot NAME --out FILE` saves it.
+PICTURES maps a name to a function that computes the data with this package and draws them.
+`picture(name)` draws one, `fastformer plot NAME --out FILE` saves it.
 
-Every drawing function returns a matplotlib Figure without opening a window. Save it with
+Every function returns a matplotlib Figure without opening a window. Save it with
 `figure.savefig(path)`, or make it the last line of a notebook cell.
 """
 
@@ -15,7 +15,7 @@ import timeit
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -74,25 +74,14 @@ def lines(series: Series, title: str, x: str, y: str, logarithmic: bool = False)
     if logarithmic:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
     if len(series) > 1:
-        _legend(axes)
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(bottom, top + 0.25 * (top - bottom))  # room for the legend
+        axes.legend(loc="best", ncols=2)
     return figure
-
-
-def _legend(axes: Any) -> None:
-    """Add a legend inside of the axes; if every place is taken, make room above the curves."""
-    legend, figure = axes.legend(loc="best"), axes.figure
-    figure.draw_without_rendering()
-    box = legend.get_window_extent()
-    points = (line.get_transform().transform(line.get_xydata()) for line in axes.lines)
-    if any(box.count_contains(of_line) for of_line in points):
-        legend = axes.legend(loc="upper center", ncols=2)
-        legend.set_in_layout(False)
-        figure.draw_without_rendering()
-        share = legend.get_window_extent().height / axes.bbox.height + 0.05
-        top = axes.bbox.y0 + axes.bbox.height / (1 - share)
-        axes.set_ylim(top=axes.transData.inverted().transform((axes.bbox.x0, top))[1])
 
 
 def _array(values: Tensor) -> Any:
@@ -190,7 +179,7 @@ def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None)
         )
     axes.set(xlabel="step", ylabel="loss per token", ylim=(0, None), title=title or "")
     axes.grid(alpha=0.3)
-    _legend(axes)
+    axes.legend(loc="best")
     return figure
 
 
@@ -203,26 +192,34 @@ def _positions(d_model: int, length: int = 100) -> Tensor:
     return encode(torch.zeros(1, length, d_model))[0].detach()
 
 
-def _dimensions() -> Series:
-    encoding = _positions(20)
-    positions = list(range(len(encoding)))
-    return {f"dimension {i}": (positions, encoding[:, i].tolist()) for i in range(4, 8)}
+def _positional_encoding() -> Figure:
+    waves = {f"dimension {i}": (range(100), _positions(20)[:, i].tolist()) for i in range(4, 8)}
+    return lines(waves, "PositionalEncoding(20, 0)", "position", "added to the embedding")
 
 
-_TARGETS = (2, 1, 0, 3, 3)
-_CLASSES = ["0: padding", "1", "2", "3", "4"]
+def _positional_heat_map() -> Figure:
+    title, colour = "PositionalEncoding(128, 0)", "added to the embedding"
+    return heat_map(_positions(128), title, "dimension", "position", colour)
 
 
-def _smoothed_targets() -> Tensor:
-    """Return the smoothed targets, [targets, classes]; class 0 and target 0 are padding."""
+def _subsequent_mask() -> Figure:
+    axes, colours = ("position of the key", "position of the query"), ("masked out", "kept")
+    return heat_map(subsequent_mask(20)[0], "subsequent_mask(20)", *axes, colours)
+
+
+def _smoothed_targets() -> Figure:
+    """Class 0 and target 0 are padding."""
+    targets, classes = [2, 1, 0, 3, 3], ["0: padding", "1", "2", "3", "4"]
     criterion = LabelSmoothing(size=5, padding_idx=0, smoothing=0.5)
-    criterion(torch.full((5, 5), 0.2).log(), torch.tensor(_TARGETS))
+    criterion(torch.full((5, 5), 0.2).log(), torch.tensor(targets))
     assert criterion.true_dist is not None
-    return criterion.true_dist
+    axes = "token that is predicted", "token that is right", "target probability"
+    labels = classes, [classes[i] for i in targets]
+    return heat_map(criterion.true_dist, "LabelSmoothing(5, 0, smoothing=0.5)", *axes, labels)
 
 
-def _penalties() -> Series:
-    """Return the loss of one token, by how sure the model is of it; three others share the rest."""
+def _smoothing_penalty() -> Figure:
+    """The loss of one token, by how sure the model is of it; three others share the rest."""
     certain = torch.linspace(0.05, 0.99, 95)
     other = (1 - certain) / 3
     predicted = torch.stack([torch.zeros(95), certain, other, other, other], 1).log()
@@ -231,26 +228,29 @@ def _penalties() -> Series:
         criterion = LabelSmoothing(size=5, padding_idx=0, smoothing=smoothing)
         loss = [float(criterion(row.unsqueeze(0), torch.tensor([1]))) for row in predicted]
         losses[f"smoothing {smoothing:g}"] = certain.tolist(), loss
-    return losses
+    return lines(
+        losses, "LabelSmoothing(5, 0, smoothing)", "probability of the right token", "loss"
+    )
 
 
-def _relu() -> Series:
+def _relu() -> Figure:
     x = torch.linspace(-5, 5, 201)
-    return {"relu": (x.tolist(), x.relu().tolist())}
+    return lines({"relu": (x.tolist(), x.relu().tolist())}, "relu(x) = max(x, 0)", "x", "relu(x)")
 
 
-def _learning_rates() -> Series:
-    steps = list(range(1, 20001))
-    return {
+def _learning_rate() -> Figure:
+    steps = range(1, 20001)
+    rates = {
         f"d_model {d}, warm-up {warmup}": (steps, [rate(step, d, 1.0, warmup) for step in steps])
         for d, warmup in ((512, 4000), (512, 8000), (256, 4000))
     }
+    return lines(rates, "rate(step, d_model, 1, warmup)", "step", "learning rate")
 
 
 LENGTHS = 128, 256, 512, 1024, 2048
 
 
-def _sequence_layers() -> Series:
+def _sequence_layers() -> Figure:
     """Measure the forward of three layers on a CPU, in milliseconds of the processor by length.
 
     The names hold the growth from one length to the next, twice as long, over the last three.
@@ -269,17 +269,13 @@ def _sequence_layers() -> Series:
             times = [1000 * min(timeit.repeat(f, f, time.process_time, 7, 1)) for f in given]
             growth = (times[-1] / times[-3]) ** 0.5
             series[f"{name}: x {growth:.1f}"] = LENGTHS, times
-    return series
+    title = "One layer, d = 64, on a CPU; x: time at twice the length"
+    return lines(series, title, "length n", "milliseconds", logarithmic=True)
 
 
-class Picture(NamedTuple):
-    data: Callable[[], Any]
-    draw: Callable[[Any], Figure]
-
-
-def _block_masks() -> dict[str, Tensor]:
-    """Return the tiles of the masks that `BlockMask` constructs, of 1,024 tokens: 0 is not seen, 1
-    partly and 2 wholly.
+def _block_masks() -> Figure:
+    """The tiles of the masks that `BlockMask` constructs, of 1,024 tokens: 0 is not seen, 1 partly
+    and 2 wholly. One panel per mask, four in a row.
     """
     n = 1024
     i = torch.arange(n)
@@ -293,84 +289,33 @@ def _block_masks() -> dict[str, Tensor]:
         "sinks": BlockMask.sinks(n, 4, 200),
         "tree": BlockMask.tree((i - 1) // 2),
     }
-    slots = {name: mask.slots()[0, 0] for name, mask in masks.items()}
-    return {name: (x > 0).int() + (x == WHOLE).int() for name, x in slots.items()}
-
-
-def tile_maps(maps: Mapping[str, Tensor]) -> Figure:
-    """Draw the tiles of masks, one panel per mask, four in a row."""
-    rows = -(-len(maps) // 4)
-    figure = _figure(9.0, 2.4 * rows)
-    panels = figure.subplots(rows, 4, squeeze=False).flatten()
-    for axes, (name, tiles) in zip(panels, maps.items()):
-        colors = dict(vmin=0, vmax=2, cmap="Blues", interpolation="nearest")
-        image = axes.imshow(_array(tiles), aspect=2, **colors)
+    figure = _figure(9.0, 4.8)
+    panels = figure.subplots(2, 4)
+    for axes, (name, mask) in zip(panels.flat, masks.items()):
+        slots = mask.slots()[0, 0]
+        tiles = _array((slots > 0).int() + (slots == WHOLE).int())
+        colors: dict[str, Any] = dict(vmin=0, vmax=2, cmap="Blues", interpolation="nearest")
+        image = axes.imshow(tiles, aspect=2, **colors)
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("tile of 64 keys", fontsize=7)
         axes.set_ylabel("tile of 128 queries", fontsize=7)
-    for axes in panels[len(maps) :]:
-        axes.set_axis_off()
     figure.colorbar(image, ax=panels, label="2: wholly seen, 1: partly", ticks=(0, 1, 2))
     return figure
 
 
-PICTURES = {
-    "block-masks": Picture(_block_masks, tile_maps),
-    "subsequent-mask": Picture(
-        lambda: subsequent_mask(20)[0],
-        lambda mask: heat_map(
-            mask,
-            "subsequent_mask(20)",
-            "position of the key",
-            "position of the query",
-            ("masked out", "kept"),
-        ),
-    ),
-    "positional-encoding": Picture(
-        _dimensions,
-        lambda data: lines(data, "PositionalEncoding(20, 0)", "position", "added to the embedding"),
-    ),
-    "positional-heat-map": Picture(
-        lambda: _positions(128),
-        lambda data: heat_map(
-            data, "PositionalEncoding(128, 0)", "dimension", "position", "added to the embedding"
-        ),
-    ),
-    "smoothed-targets": Picture(
-        _smoothed_targets,
-        lambda data: heat_map(
-            data,
-            "LabelSmoothing(5, 0, smoothing=0.5)",
-            "token that is predicted",
-            "token that is right",
-            "target probability",
-            (_CLASSES, [_CLASSES[i] for i in _TARGETS]),
-        ),
-    ),
-    "smoothing-penalty": Picture(
-        _penalties,
-        lambda data: lines(
-            data, "LabelSmoothing(5, 0, smoothing)", "probability of the right token", "loss"
-        ),
-    ),
-    "relu": Picture(_relu, lambda data: lines(data, "relu(x) = max(x, 0)", "x", "relu(x)")),
-    "learning-rate": Picture(
-        _learning_rates,
-        lambda data: lines(data, "rate(step, d_model, 1, warmup)", "step", "learning rate"),
-    ),
-    "sequence-layers": Picture(
-        _sequence_layers,
-        lambda data: lines(
-            data,
-            "One layer, d = 64, on a CPU; x: time at twice the length",
-            "length n",
-            "milliseconds",
-            logarithmic=True,
-        ),
-    ),
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "block-masks": _block_masks,
+    "subsequent-mask": _subsequent_mask,
+    "positional-encoding": _positional_encoding,
+    "positional-heat-map": _positional_heat_map,
+    "smoothed-targets": _smoothed_targets,
+    "smoothing-penalty": _smoothing_penalty,
+    "relu": _relu,
+    "learning-rate": _learning_rate,
+    "sequence-layers": _sequence_layers,
 }
 
 
 def picture(name: str) -> Figure:
-    """Compute and draw the picture of this name, one of `PICTURES`."""
-    return PICTURES[name].draw(PICTURES[name].data())
+    """Draw the picture of this name, one of `PICTURES`."""
+    return PICTURES[name]()

@@ -834,18 +834,15 @@ def test_beam_search_with_one_mask_for_all():
         assert all(torch.equal(x, y) for x, y in zip(found, want))
 
 
-def test_the_old_names_of_the_arguments_of_beam_search():
-    given = translator(), sources()[0], None, 9, 1
-    want = beam_search(*given, end_symbol=7, num_beams=3, length_penalty=2.0)
-    found = beam_search(*given, end_symbol=7, beams=3, alpha=2.0)
-    assert all(map(torch.equal, found, want))
-    default = beam_search(*given, end_symbol=7)
-    assert not torch.equal(default.scores, want.scores)
-    for both in (dict(beams=3, num_beams=3), dict(alpha=0.6, length_penalty=0.6)):
-        old, new = both
-        message = f"{old} is the old name of {new}, and both are given; expected {new}"
-        with pytest.raises(TypeError, match=message):
-            beam_search(*given, **both)
+@pytest.mark.parametrize("function", [greedy_decode, sample, ff.stream_tokens, beam_search])
+def test_names_from_elsewhere_are_refused_with_ours(function):
+    given = translator(), sources()[0], None
+    message = "max_new_tokens is no argument here; expected max_len, which counts the prompt or"
+    with pytest.raises(TypeError, match=message):
+        function(*given, max_new_tokens=9)
+    if function is beam_search:
+        with pytest.raises(TypeError, match="beams is no argument here; expected num_beams"):
+            function(*given, 9, 1, beams=3)
 
 
 def test_more_beams_than_sequences():

@@ -448,6 +448,9 @@ def test_both_backends_draw_the_same_dropout(module, device):
 
 
 def test_multi_headed_attention_refuses_bad_input():
+    for name, ours in (("head", "h"), ("embedding_dim", "d_model")):
+        with pytest.raises(TypeError, match=f"{name} is no argument here; expected {ours}$"):
+            MultiHeadedAttention(**{"h": 4, "d_model": 8, name: 4})
     with pytest.raises(ValueError, match="d_model is 10; expected a multiple of h = 4"):
         MultiHeadedAttention(4, 10)
     with pytest.raises(ValueError, match="h is 0; expected 1 or more"):

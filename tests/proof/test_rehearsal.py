@@ -297,17 +297,23 @@ for fault in (None, waits):
         batches = [ff.Batch(x, x), ff.Batch(x, x[:, :4])] * 4
         ff.run_epoch(batches, model, compute, optimizer, scheduler, cuda_graph=True)
     print(len(captures), scheduler.last_epoch, *[w.message for w in seen if "graph" in str(w)])
+handle.remove()
+torch.cuda.get_rng_state = torch.get_rng_state  # the stand-in has none
+given = dict(optimizer=optimizer, scheduler=scheduler, progress=False)
+ff.fit(model, batches, steps=12, cuda_graph=True, **given)
+print(len(captures), scheduler.last_epoch)
 """
 
 
 @pytest.mark.with_all
 def test_an_epoch_in_cuda_graphs(environment):
-    """Two shapes, each captured once; then a capture that fails."""
+    """Two shapes, each captured once; then a capture that fails; then both by `fit`."""
     command = [sys.executable, "-c", TRAINING]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if not line.startswith("batch ")]
     assert lines[:1] == ["2 8"], done.stderr
     assert lines[1].startswith("3 16 the steps run without a CUDA graph: ")
+    assert lines[2:] == ["5 28"], done.stderr
 
 
 @pytest.mark.with_slow

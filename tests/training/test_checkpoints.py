@@ -1,6 +1,5 @@
 """Checkpoints of a training run: what resumes, what is refused, and a disk that is full."""
 
-import json
 import os
 import warnings
 
@@ -53,15 +52,6 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path):
     torch.testing.assert_close(parameters, want[1], rtol=0, atol=0)
 
 
-def test_a_checkpoint_from_before_the_version_loads(tmp_path):
-    saved = ff.Checkpoints(tmp_path, SETTINGS, 2)
-    saved._settings = json.dumps({"d_model": 3})  # as it was then
-    saved.begin(*parts())
-    saved.end_step([torch.tensor(2.0), torch.tensor(1.0)])
-    losses, _, done = trained(tmp_path)
-    assert done == 2 and losses[:2].tolist() == [2, 1]
-
-
 def test_what_is_refused_by_name(tmp_path, monkeypatch):
     trained(tmp_path)
     path = tmp_path / "step-4"
@@ -72,9 +62,9 @@ def test_what_is_refused_by_name(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=words):
             trained(tmp_path, settings)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "FORMAT", "fastformer checkpoint, version 2")
+        patch.setattr(module, "FORMAT", "fastformer checkpoint, version 3")
         trained(tmp_path / "later")
-    words = "checkpoint .*step-4 has format 'fastformer checkpoint, version 2'; expected 'fastfor"
+    words = "checkpoint .*step-4 has format 'fastformer checkpoint, version 3'; expected 'fastfor"
     with pytest.raises(ValueError, match=words):
         trained(tmp_path / "later")
 

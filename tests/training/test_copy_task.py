@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastformer.training import copy_task
-from fastformer.training.copy_task import CopyData, Run, Settings
+from fastformer.training.copy_task import Run, Settings, copy_batches
 
 TINY = Settings(steps=5, batch=2, length=4, vocab=6, N=1, d_model=8, d_ff=16, h=2, dropout=0.3)
 
@@ -26,9 +26,8 @@ def one_thread():
 
 
 def test_data_is_a_copy_that_begins_with_the_start_symbol():
-    data = CopyData(Settings(steps=7))
-    batches = list(data)
-    assert len(data) == len(batches) == 7
+    batches = list(copy_batches(Settings(steps=7)))
+    assert len(batches) == 7
     src = torch.cat([b.src for b in batches])
     assert src.shape == (7 * 16, 10)
     assert (src[:, 0] == 1).all()
@@ -42,13 +41,12 @@ def test_data_is_a_copy_that_begins_with_the_start_symbol():
 
 def test_data_is_the_seeds_alone():
     """Every pass sees the same batches, whatever torch's generator did, and leaves it alone."""
-    data = CopyData(TINY)
     before = torch.get_rng_state()
-    first = [b.src for b in data]
+    first = [b.src for b in copy_batches(TINY)]
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(3)
-    assert all(torch.equal(a, b.src) for a, b in zip(first, data, strict=True))
-    other = [b.src for b in CopyData(replace(TINY, seed=1))]
+    assert all(torch.equal(a, b.src) for a, b in zip(first, copy_batches(TINY), strict=True))
+    other = [b.src for b in copy_batches(replace(TINY, seed=1))]
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 

@@ -161,6 +161,19 @@ def test_validations_every_few_updates_and_at_the_end():
     assert same(model, plain)  # a validation draws nothing and changes nothing
 
 
+def test_batches_go_to_the_device_of_the_model(monkeypatch):
+    """Those of valid as well."""
+    batches, valid, moved = lists(2), lists(2, 5), []
+
+    def to(batch, device, non_blocking):
+        moved.append((device.type, non_blocking, batch))
+        return batch
+
+    monkeypatch.setattr(ff.Batch, "to", to)
+    trained(batches, valid, epochs=1)
+    assert moved == [("cpu", True, batch) for batch in (*batches, *valid)]
+
+
 def read_log(folder):
     with open(folder / "log.csv", newline="") as file:
         return [*csv.DictReader(file)]
@@ -225,9 +238,9 @@ def test_rows_are_printed(capsys):
         ["step", "7", "epoch", "1", "loss"],
     ]
     assert lines[1] == "step      7  epoch   1  metric   0.5000"
-    trained(lists(), **given, progress=True, description="here")
+    trained(lists(), **given, progress=True)
     printed = capsys.readouterr().out
-    assert "metric   0.5000" in printed and "here" in printed and "lr" not in printed
+    assert "metric   0.5000" in printed and "learning rate" not in printed
     assert "/7" in printed  # the bar knows the number of batches
 
 
@@ -381,19 +394,16 @@ def test_kill_9(kills, tmp_path):
     print(f"{len(json.loads(want)[0])} updates; resumed after {saved}")
 
 
-def test_a_run_of_another_form_goes_on(tmp_path):
-    """From checkpoints that a loop of one's own has saved: its batches are left out."""
-    batches, want = lists(), trained(lists(), epochs=1)[0]
-    model, optimizer, scheduler = parts()
+def test_checkpoints_of_another_loop_are_refused(tmp_path):
+    """They have no position in the data: a run would train the first batches again."""
     saved = ff.Checkpoints(tmp_path, {"steps": 7}, 1)
-    _, losses = saved.begin(model, optimizer, scheduler)
-    compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(9, 0, 0.1))
-    for batch in batches[:3]:
-        ff.run_epoch([batch], model.train(), compute, optimizer, scheduler, progress=False)
-        losses.append(torch.zeros(()))
-        saved.end_step(losses)
-    model, *_, result = trained(batches, epochs=1, checkpoints=tmp_path)
-    assert same(model, want) and result.losses[:3] == [0, 0, 0] and len(result.losses) == 7
+    saved.begin(*parts())
+    saved.end_step([torch.zeros(())])
+    with (
+        pytest.warns(UserWarning, match=r"step-1 cannot be read and is passed over: .*position"),
+        pytest.raises(ValueError, match=r"no checkpoint in .* can be read; expected one"),
+    ):
+        trained(lists(), epochs=1, checkpoints=tmp_path)
 
 
 def test_what_cuda_graphs_leave_in_an_optimizer_is_saved_as_numbers(tmp_path):

@@ -13,7 +13,12 @@ pytest.importorskip("matplotlib")
 
 
 def data(name):
-    return plots.PICTURES[name].data()
+    """What a picture shows: an image, or the images or lines by their names."""
+    panels = [axes for axes in plots.picture(name).axes if axes.get_label() != "<colorbar>"]
+    series = {line.get_label(): line.get_data() for axes in panels for line in axes.lines}
+    images = {axes.get_title(): axes.images[0].get_array().data for axes in panels if axes.images}
+    tensors = {title: torch.tensor(x) for title, x in images.items()}
+    return next(iter(tensors.values())) if len(tensors) == 1 else tensors or series
 
 
 def test_subsequent_mask():
@@ -35,7 +40,7 @@ def test_positional_encoding_has_dimensions_4_to_7_over_100_positions():
     series = data("positional-encoding")
     assert list(series) == [f"dimension {i}" for i in (4, 5, 6, 7)]
     for i, (positions, values) in zip((4, 5, 6, 7), series.values()):
-        assert positions == list(range(100))
+        assert [*positions] == list(range(100))
         wave = math.cos if i % 2 else math.sin
         wanted = [wave(p / 10000 ** ((i - i % 2) / 20)) for p in positions]
         assert values == pytest.approx(wanted, abs=1e-5)
@@ -60,9 +65,9 @@ def test_the_penalty_is_least_at_the_smoothed_target():
     """And falls to the end without smoothing, where confidence costs nothing."""
     for name, (certain, losses) in data("smoothing-penalty").items():
         smoothing = float(name.split()[1])
-        assert certain[losses.index(min(losses))] == pytest.approx(1 - smoothing, abs=0.011)
+        assert certain[losses.argmin()] == pytest.approx(1 - smoothing, abs=0.011)
         assert (losses[-1] > losses[-2]) == (smoothing > 0)
-        i = certain.index(pytest.approx(0.5))
+        i = [*certain].index(pytest.approx(0.5))
         others = 3 * (smoothing / 3 * math.log(smoothing / 3 * 6)) if smoothing else 0
         kl = (1 - smoothing) * math.log((1 - smoothing) / 0.5) + others
         assert losses[i] == pytest.approx(kl, abs=1e-5)
@@ -72,13 +77,13 @@ def test_sequence_layers_are_measured_over_the_length():
     series = data("sequence-layers")
     assert [name.partition(":")[0] for name in series] == ["self-attention", "nn.GRU", "nn.Conv1d"]
     for name, (lengths, times) in series.items():
-        assert lengths == (128, 256, 512, 1024, 2048) and min(times) > 0
+        assert [*lengths] == [128, 256, 512, 1024, 2048] and min(times) > 0
         assert name.endswith(f": x {(times[4] / times[2]) ** 0.5:.1f}")
 
 
 def test_relu_and_the_learning_rate():
     ((x, y),) = data("relu").values()
-    assert (x[0], x[-1]) == (-5, 5) and y == [max(v, 0) for v in x]
+    assert (x[0], x[-1]) == (-5, 5) and [*y] == [max(v, 0) for v in x]
     rates = data("learning-rate")
     steps, values = rates["d_model 512, warm-up 4000"]
     assert steps[0] == 1 and max(values) == values[4000 - 1]
@@ -93,7 +98,7 @@ def test_the_command_writes_each(name, tmp_path, capsys):
     assert out.read_bytes().startswith(b"\x89PNG") and f"Wrote {out}" in capsys.readouterr().out
 
 
-FIGURES = {name: lambda p=p: p.draw(p.data()) for name, p in plots.PICTURES.items()}
+FIGURES = dict(plots.PICTURES)
 FIGURES["loss-curves"] = lambda: plots.loss_curves({"a": [3, 2, 1], "b": [3, 2]}, "Losses")
 FIGURES["attention-maps"] = lambda: plots.attention_maps(
     {"encoder": torch.rand(2, 3, 3), "decoder": torch.rand(1, 2, 3)}, [1, 3, 2]

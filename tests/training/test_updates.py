@@ -12,7 +12,7 @@ import torch
 from recorder import Recorder, run_as_on_a_gpu
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from fastformer import Batch, LabelSmoothing, SimpleLossCompute, make_model, run_epoch
+from fastformer import Batch, LabelSmoothing, SimpleLossCompute, fit, make_model, run_epoch
 from fastformer.training import updates
 
 
@@ -88,6 +88,29 @@ def test_replays_train_as_the_steps_do(captures, monkeypatch, options):
     have = trained(**options)
     assert len(captures) == 2 and have[:2] == want[:2] and have[3] == want[3]
     assert all(torch.equal(x, want[2][name]) for name, x in have[2].items())
+
+
+def test_fit_replays_in_all_of_its_epochs(captures, monkeypatch, tmp_path):
+    """Bit for bit as by steps, and as a run that goes on from its checkpoint. Each run captures the
+    two shapes once.
+    """
+
+    def fitted(name, epochs, graphs=16):
+        monkeypatch.setattr(updates, "MOST_GRAPHS", graphs)
+        torch.manual_seed(5)
+        model = make_model(7, 7, 1, 16, 32, 2, 0.2)
+        optimizer = trained.optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        result = fit(
+            model, [*data()], optimizer=optimizer, scheduler=scheduler, epochs=epochs,
+            checkpoints=tmp_path / name, cuda_graph=True, progress=False,
+        )  # fmt: skip
+        return result.losses, [x.tolist() for x in model.state_dict().values()]
+
+    want = fitted("by steps", 2, graphs=0)
+    assert captures == [] and fitted("graphs", 2) == want and len(captures) == 2
+    fitted("parts", 1)
+    assert fitted("parts", 2) == want and len(captures) == 6
 
 
 def test_numbers_of_the_optimizer_that_change_are_not_replayed(captures, monkeypatch):

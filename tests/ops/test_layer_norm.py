@@ -316,8 +316,11 @@ def test_bias_of_the_input_by_its_parts(backend, device):
     ]
     assert all(torch.equal(grads[0][0], grad) for (grad,) in grads)
     scale = 1 / (1 - ff.checks.require_dropout("p", 0.3))
-    want = (kept.double() * ~drop).sum(0) * scale
-    torch.testing.assert_close(grads[0][0].double(), want, rtol=1e-2, atol=0)
+    terms = kept.double() * ~drop * scale
+    if backend == "reference":  # which rounds each to the dtype of the input; the kernel does not
+        terms = terms.bfloat16().double()
+    rounding = 60 * 2**-24  # of 60 positive terms added in float32
+    torch.testing.assert_close(grads[0][0].double(), terms.sum(0), rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("n", [64, 8500])

@@ -738,6 +738,7 @@ def seen(mask, q_length, k_length):
     return weights > 0
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("padding", ["none", "ones", "left", "right"])
 @pytest.mark.parametrize("offsets", [(0, 0), (4, 0), (4, 3)], ids=str)
 @pytest.mark.parametrize("q_length", [1, 2, 5])
@@ -771,6 +772,7 @@ def test_masks(pattern, q_length, offsets, padding, monkeypatch):
         assert mask.visible.untyped_storage().nbytes() <= B * (kv_offset + k_length)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("padding", ["none", "ones", "left", "short", "long"])
 @pytest.mark.parametrize("kind", [int, torch.tensor], ids=["int", "tensor"])
 @pytest.mark.parametrize("pattern", ["causal", "window of 1", "window of 3", "window of 99"])

@@ -1238,6 +1238,7 @@ def test_nan_that_a_query_sees(device, plant, tiles, dtype, what, s, way):
         assert torch.equal(a.isnan(), b.isnan()), name
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("s", [5, 40])
 @pytest.mark.parametrize(
     "case", ["causal", "lengths", "key_mask", "tile_mask", "window", "softcap"]
@@ -1332,6 +1333,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("rows, heads", CHOICES, ids=["all", "slices", "tensors"])
 @pytest.mark.parametrize("case", list(WEIGHTS))
 def test_weights(backend, device, case, rows, heads):

@@ -163,6 +163,7 @@ def test_empty(backend, device):
 # ---------------------------------------------------------------------------------------- RMSNorm
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("shape, n", [((1, 5), 5), ((37, 64), 64), ((2, 3, 100), (3, 100))])
 @pytest.mark.parametrize("weight", [True, False])
@@ -200,6 +201,7 @@ def joined_sum(**inputs):
     return torch.cat(functional.dropout_add_layer_norm(**inputs))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("shape", [(1, 5), (3, 63), (37, 64), (600, 100), (2, 3, 40)], ids=str)
@@ -238,6 +240,7 @@ def rms_sum(bias=None, **inputs):
     return torch.cat(functional.dropout_add_rms_norm(**inputs))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("shape", [(3, 63), (37, 64), (2, 3, 8500)], ids=str)

@@ -63,8 +63,9 @@ def pytest_collection_modifyitems(config, items):
     """Skip what needs a GPU. Without --all, leave out the tests marked with_all, and without --slow
     those marked with_slow; a test that is named on the command line always runs.
     """
-    functions = defaultdict(list)
+    functions, config.collected = defaultdict(list), defaultdict(set)
     for item in items:
+        config.collected[item.nodeid.partition("::")[0]].add(item.nodeid)
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.nodeid.startswith(TOOLS) and "test_gpu_path" not in item.nodeid:

@@ -16,7 +16,6 @@ import importlib.util
 import json
 import math
 import re
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,7 +159,6 @@ def text(results: Results, ours: bool = False) -> list[str]:
                 lines.append(f"    {name:30s}" + "".join(f"{cell:>10s}" for cell in cells))
     lines += ["", *dict.fromkeys(map(machine, results.rows))]
     lines += [f"roofline in {roofline}" for roofline in rooflines(results.rows)]
-    lines += map(str, growth(results))
     lines += [f"absent: {name} ({why})" for name, why in sorted(results.absent.items())]
     return lines + [f"FAILED {test}: {why.splitlines()[0]}" for test, why in results.failed.items()]
 
@@ -169,48 +167,6 @@ def _cell(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-@dataclass(frozen=True)
-class Growth:
-    """time ~ length^exponent, by least squares in the logarithms; `late` fits the upper half."""
-
-    family: str
-    provider: str
-    lengths: tuple[int, int]
-    exponent: float
-    late: float
-    expected: str
-
-    def __str__(self) -> str:
-        low, high = self.lengths
-        return (
-            f"{self.family}, {self.provider}: time ~ n^{self.exponent:.2f} over n = {low}..{high}, "
-            f"n^{self.late:.2f} over its upper half; work {self.expected}"
-        )
-
-
-def growth(results: Results) -> list[Growth]:
-    """Fit the families that have three lengths or more and whose rows state the expected work
-    (`work`).
-    """
-    found = []
-    for family, rows in results.families().items():
-        for provider in dict.fromkeys(row["provider"] for row in rows):
-            own = [row for row in rows if row["provider"] == provider and "work" in row]
-            points = sorted((row["length"], row["ms"]) for row in own)
-            if len(points) >= 3:
-                ends = points[0][0], points[-1][0]
-                late = points[-(len(points) // 2 + 1) :]
-                exponents = exponent(points), exponent(late)
-                found.append(Growth(family, provider, ends, *exponents, own[0]["work"]))
-    return found
-
-
-def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Return the slope of log y over log x, by least squares."""
-    x, y = ([math.log(v) for v in values] for values in zip(*points))
-    return statistics.linear_regression(x, y).slope
 
 
 def machine(row: Row) -> str:
@@ -247,7 +203,6 @@ def markdown(results: Results, pictures: Sequence[Path] = ()) -> str:
     lines += ["- the lower and the upper quartile of the rounds stand behind each time"]
     lines += [f"- absent: {name} ({why})" for name, why in sorted(results.absent.items())]
     lines += [f"- FAILED: {name}: {why}" for name, why in results.failed.items()]
-    lines += [f"- {found}" for found in growth(results)]
     for path in pictures:
         lines += ["", f"![{path.stem}]({path.name})"]
     for group, rows in results.groups().items():
@@ -322,9 +277,7 @@ def draw(family: str, rows: Sequence[Row]) -> Any:
     for axes, (value, label) in zip(figure.subplots(2, 2).flat, panels.items()):
         drawn = curves(rows, value)
         if not drawn:  # there is no peer, or no memory was measured
-            fitted = [f"{g.provider}: ~ n^{g.exponent:.2f}" for g in growth(Results(list(rows)))]
             axes.set_axis_off()
-            axes.text(0.1, 0.5, "\n".join(["growth of the time", *fitted] if fitted else []))
             continue
         for name, points in drawn.items():
             x, y = zip(*points)

@@ -3,6 +3,7 @@ stem says.
 """
 
 import ast
+import functools
 import graphlib
 import importlib
 import re
@@ -36,6 +37,11 @@ LAYERS = [
 FILES = sorted((ROOT / "fastformer").rglob("*.py"))
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 def name_of(path):
     return str(path.relative_to(ROOT / "fastformer").with_suffix(""))
 
@@ -46,7 +52,7 @@ def layer(name):
 
 def imports(path):
     """(module, at import time?) of each fastformer module that a file imports."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     inside = {
         id(n)
         for f in ast.walk(tree)
@@ -65,23 +71,20 @@ def imports(path):
                 yield parts[1], id(node) not in inside
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_one_way(path):
-    if path == ROOT / "fastformer/__init__.py":
-        return
-    name_here = path.relative_to(ROOT / "fastformer").parts[0].removesuffix(".py")
-    mine = layer(name_here)
-    for name, eager in imports(path):
-        if name == name_here:  # the files of a folder
+def test_imports_go_one_way():
+    for path in FILES:
+        mine = path.relative_to(ROOT / "fastformer").parts[0].removesuffix(".py")
+        if mine == "__init__":
             continue
-        if any(name in names for names in LAYERS):
-            assert layer(name) > mine, f"{path.stem} imports {name}"
-            assert not (name == "kernels" and eager), f"{path.stem} imports kernels at once"
+        for name, eager in imports(path):
+            if name != mine and any(name in names for names in LAYERS):  # of another folder
+                assert layer(name) > layer(mine), f"{path} imports {name}"
+                assert not (name == "kernels" and eager), f"{path} imports kernels at once"
 
 
 def files_that_it_imports(path, stems):
     """Of the files of fastformer, those whose modules or names another one imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             for name in node.names:
                 whole = f"{node.module}.{name.name}"
@@ -99,12 +102,13 @@ def test_imports_make_no_circle():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda p: p.stem)
-def test_kernels_know_torch_and_triton_only(path):
+KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
+
+
+def test_kernels_know_torch_and_triton_only():
     """And of fastformer the description of attention, which the launcher reads."""
-    tree = ast.parse(path.read_text())
     allowed = {"torch", "triton", "numpy", *sys.stdlib_module_names}
-    for node in ast.walk(tree):
+    for path, node in ((f, node) for f in KERNELS for node in ast.walk(parsed(f))):
         if isinstance(node, ast.Import):
             roots = {a.name.split(".")[0] for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -116,22 +120,20 @@ def test_kernels_know_torch_and_triton_only(path):
         assert roots <= allowed, f"{path.name} imports {roots - allowed}"
 
 
-BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda p: p.stem)
-def test_benchmarks_import_nothing_of_the_tests(path):
+def test_benchmarks_import_nothing_of_the_tests():
     """The tests import from benchmarks/, so that no change of a test breaks a measurement. The
     mutation score alone reads a list of the tests: the planted bugs.
     """
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {a.name.split(".")[0] for a in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(node.module.split(".")[0])
-    tests = {"tests", *(p.stem for p in (ROOT / "tests").rglob("*.py"))}
-    assert found & tests <= ({"mutants"} if path.stem.startswith("mutation") else set())
+    tests = {"tests", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        found = set()
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Import):
+                found |= {a.name.split(".")[0] for a in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module.split(".")[0])
+        allowed = {"mutants"} if path.stem.startswith("mutation") else set()
+        assert found & tests <= allowed, path
 
 
 def private(name):
@@ -140,7 +142,7 @@ def private(name):
 
 def private_names_of_others(path):
     """What a file imports or reads of another module though its name begins with an underscore."""
-    tree, modules = ast.parse(path.read_text()), set()
+    tree, modules = parsed(path), set()
     for node in ast.walk(tree):
         ours = isinstance(node, ast.ImportFrom) and (
             node.level > 0 or node.module.split(".")[0] == "fastformer"
@@ -155,10 +157,8 @@ def private_names_of_others(path):
                 yield f"{of}.{node.attr}"
 
 
-@pytest.mark.parametrize("folder", ["fastformer", "kernels"])
-def test_no_private_name_crosses_modules(folder):
-    files = sorted((ROOT / folder).rglob("*.py"))
-    found = {str(f.relative_to(ROOT)): list(private_names_of_others(f)) for f in files}
+def test_no_private_name_crosses_modules():
+    found = {str(f): list(private_names_of_others(f)) for f in (*FILES, *KERNELS)}
     assert {f: names for f, names in found.items() if names} == {}
 
 
@@ -193,24 +193,20 @@ def test_only_backends_choose():
 
 def _code(path):
     """Source without docstrings and comments."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text())  # which this changes
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value = ast.Constant(None)
     return ast.unparse(tree)
 
 
-GROUPED = sorted((ROOT / "kernels").rglob("*.py"))  # whose arguments come in groups
-
-
 def _functions(path):
-    return [f for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.FunctionDef)]
+    return [f for f in ast.walk(parsed(path)) if isinstance(f, ast.FunctionDef)]
 
 
-@pytest.mark.parametrize("folder", ["fastformer", "kernels"])
-def test_functions_are_short(folder):
+def test_functions_are_short():
     """At most 80 lines each, without the docstring."""
-    for path in (ROOT / folder).rglob("*.py"):
+    for path in (*FILES, *KERNELS):
         for function in _functions(path):
             lines = function.end_lineno - function.lineno + 1
             if ast.get_docstring(function) is not None:
@@ -222,14 +218,12 @@ def _is_kernel(function):
     return any(ast.unparse(d) in ("triton.jit", "gluon.jit") for d in function.decorator_list)
 
 
-@pytest.mark.parametrize("path", GROUPED, ids=lambda p: f"{p.parent.name}.{p.stem}")
-def test_kernels_take_few_arguments(path):
+def test_kernels_take_few_arguments():
     """A kernel takes at most 16, and a call within one passes at most 8."""
-    helpers = {
-        f.name for p in (ROOT / "kernels").rglob("*.py") for f in _functions(p) if _is_kernel(f)
-    }
-    assert len(GROUPED) > 12 and {"load_rows", "dropout_keep"} <= helpers
-    for function in filter(_is_kernel, _functions(path)):
+    kernels = [f for path in KERNELS for f in _functions(path) if _is_kernel(f)]
+    helpers = {f.name for f in kernels}
+    assert {"load_rows", "dropout_keep"} <= helpers
+    for function in kernels:
         assert len(function.args.args) <= 16, function.name
         for call in ast.walk(function):
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") in helpers:
@@ -249,9 +243,8 @@ def test_no_test_skips_for_want_of_a_module_of_ours():
 
 def test_kernels_replace_no_fields():
     """Within a kernel, Triton 3.9 hands on a NamedTuple as a tuple of its own, without _replace."""
-    for path in (ROOT / "kernels").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                compiled = {ast.unparse(x).split("(")[0] for x in node.decorator_list}
-                if compiled & {"triton.jit", "triton.constexpr_function"}:
-                    assert "._replace" not in ast.unparse(node), f"{path}: {node.name}"
+    for path in KERNELS:
+        for node in _functions(path):
+            compiled = {ast.unparse(x).split("(")[0] for x in node.decorator_list}
+            if compiled & {"triton.jit", "triton.constexpr_function"}:
+                assert "._replace" not in ast.unparse(node), f"{path}: {node.name}"

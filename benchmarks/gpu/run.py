@@ -145,7 +145,6 @@ def on_gpu() -> dict[str, list[Part]]:
         figures("drop-in", 60, "accelerate transformers", having("512", r"torch|auto")),
         Part("copy-task", [*COMMAND, *copy_task], 60),
         figures("first-call", 120, "first_call host_cost", **compiles),
-        figures("sequence-layers", 45, "sequence_layers"),
         figures("more-attention", 90, "attention", having("512|4096", MORE_CASES, PEERS)),
         figures(
             "more-flex", 90, "attention", having("4096", FLEX_CASES, "flex"), "--slow", **compiles
@@ -183,7 +182,6 @@ def on_cpu() -> dict[str, list[Part]]:
         tests("correctness", 60, "tests/ops/test_sizes.py", "norms|plain", "--all"),
         figures("norms", 60, "layer_norm", "lengths.*" + having("128", "torch|reference")),
         figures("decode", 60, "decode", "one_query.*" + having("B1", "torch|reference")),
-        figures("sequence-layers", 60, "sequence_layers", having("forward", "128|256|512")),
     ]
     return {"first": parts}
 

@@ -1,16 +1,16 @@
-"""Bounds of a mask: which tiles of the scores the other kernels of attention need not visit.
+"""Bounds of a mask: which tiles of the scores the other attention kernels skip.
 
 For each tile of queries, one program reads the mask once and writes four numbers:
 
     first, run_begin, run_end, last
 
 No query of the tile sees a key outside of first <= j < last. Every query of the tile sees all keys
-of run_begin <= j < run_end, the longest run of complete tiles of keys of which that is true. So the
-kernels of attention walk the keys from `first` to `last`, and read no mask inside of the run. The
-kernel of dK and dV uses the same numbers with the roles of queries and keys exchanged.
+run_begin <= j < run_end: the run, the longest sequence of complete tiles that the mask leaves
+unmasked. The attention kernels loop over the keys from `first` to `last`, and do not read the mask
+within the run. The kernel that computes dK and dV uses the same numbers with the roles of queries
+and keys exchanged.
 
-The bounds may also be read from a bias: what is -inf in base 2 hides a key, and the run is where
-the bias is 0.
+The bounds may also be read from a bias: -inf in base 2 hides a key, and in the run the bias is 0.
 
 A mask that is the same for all batches, heads or queries has one set of bounds for all of them. The
 host never reads the bounds: the kernels can be captured in a CUDA graph.
@@ -55,7 +55,7 @@ class Reading(NamedTuple):
 
     rows: Any  # queries of a tile, at most 128
     columns: Any  # keys
-    owns_keys: Any  # whether a program owns a tile of keys, and walks the queries
+    owns_keys: Any  # whether a program owns a tile of keys, and loops over the queries
     is_bias: Any
     word: Any  # bytes that are loaded at a time: 4 if the mask allows it, else 1
     wide: Any  # whether offsets inside a head need 64 bits
@@ -72,11 +72,11 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def _count(x, reading: tl.constexpr):
-    """Count over the dimension that the program owns: how many elements of a tile are seen, and how
-    many are free. `x` is what `bounds_kernel` loaded.
+    """Count along the dimension that the program owns how many elements of a tile are seen, and how
+    many are free (seen, and not changed by a bias). `x` is what `bounds_kernel` loaded.
 
-    The bytes of a word hold counts of their own, of at most 128 queries, so that one addition
-    counts four keys. A bias has one count in each half of a word.
+    Each byte of a word counts at most 128 queries, so that one addition counts for four keys. With
+    a bias, each half of a word holds one of the two counts.
     """
     if reading.is_bias:
         ACC: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
@@ -123,7 +123,7 @@ def bounds_kernel(MASK, BOUNDS, sizes, strides, reading: tl.constexpr):
     if W == 4:
         base = base.to(tl.pointer_type(tl.int32))
     first, last = tl.full([STEP], size, tl.int32), tl.zeros([STEP], tl.int32)
-    run_begin, run_end, begin = 0, 0, 0  # the run that goes on starts at `begin`
+    run_begin, run_end, begin = 0, 0, 0  # the current run starts at `begin`
     for start in tl.range(0, size, STEP, num_stages=4):
         start = tl.multiple_of(start, STEP)
         i0, n0 = start, own
@@ -181,15 +181,15 @@ def load_bounds_of_keys(call, b, h, n0, queries, tile: tl.constexpr, has: tl.con
 
 @triton.constexpr_function
 def reads_no_mask(has):
-    """Return whether a loop of its own walks the run without a mask: not beside a bias, which it
-    would have to read.
+    """Return whether a separate loop computes the run, without the mask. There is none if the mask
+    comes with a bias, which that loop would have to read.
     """
     return has.bounds == 2 or (has.bounds == 1 and has.bias == 0)
 
 
 @triton.constexpr_function
 def inside_run(has):
-    """Return the features of a tile inside of the run, of bounds or of lists."""
+    """Return the features that a tile inside the run of bounds or of lists needs."""
     known = {name: getattr(has, name) for name in Features._fields}  # Triton 3.9 has no _replace
     if has.bounds == 2:
         known["bias"] = 0
@@ -200,14 +200,14 @@ def inside_run(has):
 
 @triton.jit
 def split_at_run(tiles, bounds, width: tl.constexpr, has: tl.constexpr):
-    """Divide the tiles that the bounds leave into (edge, run), two spans (lo, hi, jump, gap): the
-    tiles lo, lo + width, .. < hi, where those from `jump` on lie `gap` further. `edge` holds what
-    comes before and after the run as one span, because of two loops with a mask the compiler would
-    serialise the products of the second.
+    """Divide the tiles within the bounds into two spans (edge, run), each (lo, hi, jump, gap): the
+    tiles at n = lo, lo + width, .. < hi, which begin at n, or at n + gap if n >= jump. The tiles
+    before and after the run are one span, `edge`: if two loops read the mask, the compiler
+    serialises the products of the second one.
 
     `tiles` are (lo, unmasked_begin, unmasked_end, hi): the band reaches lo <= n < hi, and does not
-    cut the tiles unmasked_begin <= n < unmasked_end. Beside a bias the run is all of the latter,
-    and every tile reads the mask.
+    cut the tiles unmasked_begin <= n < unmasked_end. With a bias these are the run, and every tile
+    reads the mask.
     """
     lo, begin, end, hi = tiles
     lo = tl.maximum(lo, bounds.first // width * width)
@@ -216,7 +216,7 @@ def split_at_run(tiles, bounds, width: tl.constexpr, has: tl.constexpr):
         begin = tl.maximum(begin, bounds.run_begin)
         end = tl.minimum(end, bounds.run_end)
     # The division tells the compiler that the loads of a loop from `begin` are aligned. It rounds
-    # up because `hi` may lie inside of a tile, which the band cuts if the run is empty.
+    # up because `hi` may lie inside a tile, which the band cuts if the run is empty.
     begin = tl.cdiv(tl.minimum(tl.maximum(begin, lo), hi), width) * width
     end = tl.maximum(tl.minimum(end, hi), begin)
     gap = end - begin
@@ -255,19 +255,20 @@ def members_that_see(optional, strides, shared, i0, n0, tile: tl.constexpr):
 
 
 class Source(NamedTuple):
-    """What bounds are read from."""
+    """The tensor that bounds are read from."""
 
     name: str  # of the field of `OptionalInputs`
     sizes: MaskSizes
     strides: MaskStrides
-    word: int  # see `Reading`
+    word: int  # as in `Reading`
 
 
 def bounds_source(
     attention: Attention, has: Features, scores: tuple[int, int, int, int]
 ) -> Source | None:
-    """Return what the bounds of a call with scores [B, H, Sq, Sk] may be read from, or None: the
-    mask, or else a bias that all heads share, which most often is a mask written as 0 and -inf.
+    """Return the tensor that the bounds of a call with scores [B, H, Sq, Sk] can be read from: the
+    mask, or else a bias that all heads share (most often a mask written as 0 and -inf). Return None
+    if the call has neither.
     """
     name = "mask" if has.mask else "bias"
     x = attention.attn_mask if has.mask else attention.bias
@@ -287,13 +288,13 @@ def bounds_source(
 
 
 class BoundedLaunch:
-    """A launch of a kernel of attention that first computes the bounds which the kernel reads.
+    """A launch of an attention kernel, after that of the kernel that computes its bounds.
 
     Args:
-        kernel: The name of the kernel: "dkdv" owns keys, the others queries.
-        tiles: Its tiles.
-        source: What the bounds are read from.
-        wide: Whether offsets inside a head need 64 bits.
+        kernel: its name. A program of "dkdv" owns keys, one of the others queries.
+        tiles: its tiles.
+        source: the tensor that the bounds are read from.
+        wide: whether offsets within a head need 64 bits.
     """
 
     def __init__(self, kernel: str, tiles: Tiles, source: Source, wide: bool) -> None:
@@ -331,7 +332,7 @@ class BoundedLaunch:
         return {name: step * (n > 1) for name, step, n in zip(names, steps, self._shape)}
 
     def then(self, launch: Launch) -> BoundedLaunch:
-        """Let `launch` follow on the bounds, and return the pair."""
+        """Set the launch that reads the bounds, and return self."""
         self.launch = launch
         return self
 

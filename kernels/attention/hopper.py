@@ -3,21 +3,20 @@ the same warps. `fastformer tune` measures it for the calls that it computes.
 
 A program owns 128 queries of a head. Its warps have parts:
 
-    copies       one warp copies queries, keys and values to shared memory by TMA, and beside them a
-                 mask and a bias of queries and keys. The tiles of keys and of values go round a
-                 ring of slots each: the warp fills a slot while the consumers still read the
-                 others.
-    consumers    groups of four warps compute 64 queries each. A group issues the product of its
-                 queries with the keys of a tile and, behind it, that of the weights of the tile
-                 before with their values. As soon as the first is done, it computes the weights of
-                 the tile while the second runs. The groups take turns in issuing products, so that
-                 one computes exponentials while another has the tensor cores.
-    mask         with a mask or a bias of keys, one warp turns it into bounds of the scores, and
-                 sets the values of masked keys to zero, because 0 * NaN is NaN.
+    copies       one warp copies queries, keys and values to shared memory by TMA, and also a mask
+                 and a bias [queries, keys]. Keys have one ring of slots, values another: the warp
+                 fills a slot while the consumers still read other slots.
+    consumers    groups of four warps compute 64 queries each. A group issues two products: its
+                 queries times the keys of tile t, then the weights of tile t - 1 times its values.
+                 When the first product is done, the group computes the weights of tile t while the
+                 second product runs. The groups take turns in issuing products, so that one
+                 computes exponentials while another uses the tensor cores.
+    mask         if the mask or the bias is the same for all queries, one warp turns it into bounds
+                 of the scores, and sets the values of masked keys to zero, because 0 * NaN is NaN.
 
 The tiles that the length, the band or a mask may cut come first, the others after them.
-docs/kernels.md draws who waits for whom. benchmarks/proof/gluon_simulator.py runs the kernel on a
-CPU and finds accesses that no barrier orders; Triton's interpreter cannot run it.
+docs/kernels.md draws which warps wait for which. benchmarks/proof/gluon_simulator.py runs the
+kernel on a CPU and finds accesses that no barrier orders; Triton's interpreter cannot run it.
 
 Source: Shah et al. 2024, "FlashAttention-3", sections 3.1 (turns) and 3.2 (overlap in a group).
 """
@@ -73,13 +72,13 @@ from .scores import locate_rows, locate_sequence, prepare_call, store_sums
 
 @gluon.constexpr_function
 def _folds(has):
-    """Return whether the factor of the scores is applied together with the maximum of a row."""
+    """Return whether scale and maximum of a row are applied in one multiply-add."""
     return has.fold_scale or (has.softcap and not has.separate_max)
 
 
 @gluon.jit
 def _copies(given, tensors, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
-    """Copy what the block of queries `given` needs, or all blocks of a persistent program."""
+    """Copy the tensors of the block `given`, or of all blocks of a persistent program."""
     if how.persistent:
         first = 0
         for n in range(rounds_of(given.order)):
@@ -97,7 +96,7 @@ def _copy_block(block, tensors, shared, tile: gl.constexpr, has: gl.constexpr, h
     buffers, bars = shared
     K_BYTES: gl.constexpr = tile.columns * tile.dim_block * 2
     V_BYTES: gl.constexpr = tile.columns * tile.value_block * 2
-    if how.persistent:  # the products with the queries of the block before are done
+    if how.persistent:  # the products with the queries of the previous block are done
         mbarrier.wait(bars.query_free, block.phase ^ 1)
     mbarrier.expect(bars.query_ready, tile.rows * tile.dim_block * 2)
     for which in gl.static_range(how.consumers):
@@ -107,7 +106,7 @@ def _copy_block(block, tensors, shared, tile: gl.constexpr, has: gl.constexpr, h
     for t in range(work.walk.first, work.walk.end):
         slot, phase = slot_of(t, how.slots)
         n0 = key_of_any_tile(work.walk, t, tile, has)
-        # All consumers have read what was in the slot; in the first round nobody has to.
+        # All consumers have read the slot. In the first round this does not wait.
         mbarrier.wait(bars.key_free.index(slot), phase ^ 1)
         mbarrier.expect(bars.key_ready.index(slot), K_BYTES)
         rows = at_row(b, g, n0, how)
@@ -133,7 +132,7 @@ def _copy_terms(
     """Copy the mask and the bias of a tile of scores, if they are needed."""
     buffers, bars = shared
     ready = bars.term_ready.index(place.term_slot)
-    # All consumers have read what was in the slot.
+    # All consumers have read the slot.
     mbarrier.wait(bars.term_free.index(place.term_slot), place.term_phase ^ 1, pred=needed)
     mbarrier.expect(ready, tile.rows * tile.columns * how.term_bytes, pred=needed)
     for which in gl.static_range(how.consumers):
@@ -174,11 +173,11 @@ def _mask_block(block, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.co
         n0 = key_of_any_tile(work.walk, t, tile, has)
         bound = bounds_of_keys(block.mask, n0 + j, work.last + 1, has)
         seen = bound != float("-inf")
-        # All consumers have read the bounds before.
+        # All consumers have read the previous bounds.
         mbarrier.wait(bars.bounds_free.index(slot), phase ^ 1)
         buffers.bounds.index(slot).store(bound)
         mbarrier.arrive(bars.bounds_ready.index(slot), count=1)
-        # The values have arrived; also, their slot was free, so that nobody misses a phase.
+        # The values have arrived, so their slot was free: no consumer misses a phase.
         mbarrier.wait(bars.value_ready.index(slot), phase)
         if gl.sum(seen.to(gl.int32), 0) < BN:
             for chunk in gl.static_range(BN // CHUNK):
@@ -190,9 +189,9 @@ def _mask_block(block, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.co
                         values = rows.slice(column, WIDTH, dim=1)
                         x = values.load(SMALL)
                         values.store(gl.where(gl.expand_dims(kept, 1), x, 0.0))
-            fence_async_shared()  # plain stores, which wgmma and the next copy have to see
+            fence_async_shared()  # makes these stores visible to wgmma and to the next copy
         mbarrier.arrive(bars.value_masked.index(slot), count=1)
-    for t in range(masked, work.walk.end):  # the consumers wait for the same barrier everywhere
+    for t in range(masked, work.walk.end):  # the consumers wait for the same barrier in every tile
         slot, phase = slot_of(t, how.slots)
         mbarrier.wait(bars.value_ready.index(slot), phase)
         mbarrier.arrive(bars.value_masked.index(slot), count=1)
@@ -208,7 +207,7 @@ def _scores(s, place, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE:
     S: gl.constexpr = accumulator(BN)
     i = place.query + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
     j = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
-    bias = s  # what a call lacks, no line reads
+    bias = s  # stands for what the call lacks; no line reads it
     bound = s
     if has_bounds(has):
         mbarrier.wait(bars.bounds_ready.index(place.slot), place.phase)
@@ -239,7 +238,7 @@ def _scores(s, place, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE:
 
 @gluon.jit
 def _biased(s, bias, bound, work, has: gl.constexpr):
-    """Return the scores plus a bias [64, BN], or that of keys [BN], in base 2."""
+    """Return the scores plus a bias [64, BN] or [BN], in base 2."""
     if has.bias == 2:
         return gl.fma(s, like(s, work.factor), bias.to(gl.float32) * LOG2E)
     elif has.bias == 1:
@@ -279,7 +278,7 @@ def _weights(
     EDGE: gl.constexpr,
 ):
     """One step of the online softmax, over s = q . k [64, BN] of a tile. Return its weights, the
-    factor of what was summed before, and the new state: (maximum, sum of the weights).
+    factor by which earlier sums are rescaled, and the new state: (maximum, sum of the weights).
     """
     m, l = state
     BN: gl.constexpr = tile.columns
@@ -287,7 +286,7 @@ def _weights(
     s = _scores(s, place, shared, work, tile, read, EDGE)
     m_new = gl.maximum(m, gl.max(s, 1))
     base = m_new
-    if EDGE or read.mask > 0 or read.bias > 0:  # a row without a key so far: -inf - -inf is NaN
+    if EDGE or read.mask > 0 or read.bias > 0:  # a row that has seen no key yet: -inf - -inf is NaN
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
     if _folds(has):
         offset = base * -work.factor
@@ -307,14 +306,14 @@ def _weights(
         words = dropout_words(work.draws, i, j, ROWS, BN)
         words = gl.convert_layout(words, accumulator(BN))
         keep = words >= work.factors.threshold.to(gl.uint32, bitcast=True)
-        p = gl.where(keep, p, work.factors.inv_keep * 0.0)  # a zero that is no constant: forward.py
+        p = gl.where(keep, p, work.factors.inv_keep * 0.0)  # not a constant zero: see forward.py
     return p, rescale, (m_new, l)
 
 
 @gluon.jit
 def _carried(p, dtype: gl.constexpr, how: gl.constexpr):
-    """Return weights as the loop carries them: as float32, because of 16 bits it would carry half
-    registers, or packed.
+    """Return the weights in the form that the loop carries: packed, or as float32, because 16-bit
+    values would take half a register each.
     """
     if how.packed:
         return pack(p, dtype)
@@ -324,7 +323,7 @@ def _carried(p, dtype: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def _operand(p, dtype: gl.constexpr, tile: gl.constexpr, how: gl.constexpr):
-    """Return weights that the loop has carried as an operand of the product with the values."""
+    """Return the weights that the loop carried, as an operand of the product with the values."""
     if how.packed:
         p = unpack(p, dtype, accumulator(tile.columns))
     layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(tile.value_block), 2)
@@ -333,8 +332,8 @@ def _operand(p, dtype: gl.constexpr, tile: gl.constexpr, how: gl.constexpr):
 
 @gluon.jit
 def _store(acc, state, i0, block, out, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
-    """Store the output of the queries at i0, through shared memory, and what the backward needs of
-    their rows. `out` is the buffer and the descriptor of the output.
+    """Store the output of the queries at i0, through shared memory, and their statistics for the
+    backward. `out` is the buffer and the descriptor of the output.
     """
     work, rows = block.work, block.rows
     m, l = state
@@ -346,10 +345,10 @@ def _store(acc, state, i0, block, out, tile: gl.constexpr, has: gl.constexpr, ho
     row = rows.first + i
     sums = store_sums(rows.lse, rows.statistics, row, i < rows.queries, m, l, has)
     factor = gl.convert_layout(work.factors.inv_keep / sums, gl.SliceLayout(1, O))
-    if how.persistent:  # the copy of the block before has read the buffer
+    if how.persistent:  # the copy of the previous block has read the buffer
         tma.store_wait(0)
     tiles.store((acc * gl.expand_dims(factor, 1)).to(target.dtype))
-    fence_async_shared()  # the store to shared memory was a plain one, the copy is not
+    fence_async_shared()  # makes the store visible to the copy
     copy_out(target, at_row(block.b, block.h, i0, how), tiles)
 
 
@@ -372,7 +371,7 @@ def _consumer(
             first = block.work.walk.end
     else:
         _consume_block(which, given, tensors, shared, tile, has, how)
-    tma.store_wait(0)  # shared memory must not end before the copy has read it
+    tma.store_wait(0)  # the program ends after the copy has read its shared memory
 
 
 @gluon.jit
@@ -385,7 +384,7 @@ def _consume_block(
     has: gl.constexpr,
     how: gl.constexpr,
 ):
-    """Compute 64 queries: their output, and their rows of LSE and STATISTICS."""
+    """Compute 64 queries: their rows of the output, LSE and STATISTICS."""
     buffers, bars = shared
     work, walk = block.work, block.work.walk
     BN: gl.constexpr = tile.columns
@@ -397,7 +396,7 @@ def _consume_block(
     acc = gl.zeros([ROWS, tile.value_block], gl.float32, O)
     m = gl.full([ROWS], float("-inf"), gl.float32, I)
     l = gl.zeros([ROWS], gl.float32, I)
-    if has.sink:  # as if a first key had been seen, whose value is zero
+    if has.sink:  # acts as a first key whose value is zero
         m = gl.zeros([ROWS], gl.float32, I) + block.rows.sink * LOG2E
         if _folds(has):
             m = m / work.factor
@@ -422,7 +421,7 @@ def _consume_block(
         begin = walk.first + 1 if EDGE == 0 else walk.edges
         end = walk.edges if EDGE == 0 else walk.end
         for t in range(begin, end):
-            if how.turns:  # the consumer before has issued its products; consumer 0 begins
+            if how.turns:  # the previous consumer has issued its products; consumer 0 begins
                 mbarrier.wait(bars.turn.index(which), (t ^ block.phase ^ (which > 0)) & 1)
             weights = _operand(p, tensors.output.dtype, tile, how)
             slot, phase = slot_of(t, how.slots)
@@ -433,12 +432,12 @@ def _consume_block(
             acc = warpgroup_mma(weights, buffers.value.index(before), acc, is_async=True)
             if how.turns:
                 mbarrier.arrive(bars.turn.index((which + 1) % how.consumers), count=1)
-            s, acc = warpgroup_mma_wait(1, [s, acc])  # the scores; the other product goes on
+            s, acc = warpgroup_mma_wait(1, [s, acc])  # the scores; the other product continues
             mbarrier.arrive(bars.key_free.index(slot), count=1)
             place = place_of(i0, key_of_tile(walk, t, tile, has, EDGE == 0), t, which, how)
             p, rescale, state = _weights(s, state, place, shared, work, tile, has, EDGE == 0)
-            # The wait for the next keys stands before that for the product, because it ends a basic
-            # block: otherwise ptxas moves the exponentials behind the product.
+            # Wait for the next keys before waiting for the product: this wait ends a basic block,
+            # without which ptxas moves the exponentials behind the product.
             slot, phase = slot_of(t + 1, how.slots)
             mbarrier.wait(bars.key_ready.index(slot), phase, pred=t + 1 < walk.end)
             acc = warpgroup_mma_wait(0, [acc])
@@ -504,11 +503,11 @@ def hopper_forward_kernel(
         given = block_of(place, launched, bounds, 0, 0, tile, has)
         tensors = make_tensors(inputs, O, output_strides, launched, given, tile, has)
     shared = make_shared(inputs.query.dtype.element_ty, tensors, tile, has, how)
-    fence_async_shared()  # the copies have to see the barriers
+    fence_async_shared()  # makes the barriers visible to the copies
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     THIRD: gl.constexpr = 2
-    # The registers of a thread are asked for so that all consumers get the same number of them.
+    # The requested registers give all consumers the same number of registers a thread.
     if has_bounds(has):
         gl.warp_specialize(
             [

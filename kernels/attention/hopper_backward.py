@@ -1,24 +1,23 @@
-"""What the backward kernels of attention for Hopper GPUs (sm_90) share. They are in Gluon, and made
-like the forward of hopper.py. `fastformer tune` measures them for calls without the options that
-they lack.
+"""Shared parts of the attention backward for Hopper GPUs (sm_90), in Gluon, with kernels similar to
+the forward in hopper.py. `fastformer tune` measures them for the calls that they support.
 
-    dQ           A program owns 128 queries, and each of its two groups of four warps 64 of them.
-                 Keys and values come through a ring of slots, copied by one warp by TMA. A group
-                 issues S = q k^T and dP = do v^T, computes P while dP is under way, and adds dS k.
-    dK and dV    A program owns 128 keys, and each group 64 of them. Queries and the gradients of
-                 the output come through the ring, of all heads that share the keys, and one more
-                 warp brings the statistics of their rows. A group computes the transposes S^T and
-                 dP^T, because P^T and dS^T then are operands in registers of the products that they
-                 go into. dK and dV stay in registers until the end: nothing is added atomically,
-                 so that the bits are the same from run to run.
-    mask         With a mask of keys, one warp of dQ turns its bytes into bounds of the scores, and
+    dQ           A program owns 128 queries, and each of its two groups of four warps owns 64 of
+                 these. One warp copies keys and values by TMA into a ring of slots. A group issues
+                 S = q k^T and dP = do v^T, computes P while dP is being computed, and adds dS k.
+    dK and dV    A program owns 128 keys, and each group owns 64 of these. The ring holds queries
+                 and gradients of the output, for all heads that share the keys, and one more warp
+                 loads the statistics of the queries. A group computes the transposes S^T and dP^T,
+                 so that P^T and dS^T are register operands of the next products. dK and dV stay in
+                 registers until the end: no addition is atomic, and the bits do not change between
+                 runs.
+    mask         With a mask [keys], one warp of dQ turns the mask into bounds of the scores, and
                  sets masked keys and values to zero, because 0 * NaN is NaN. A row of dK or dV
-                 depends on its own key alone: those of masked keys are set to zero at the end.
-                 With the bounds of bounds.py no tile is walked that a mask hides, and those that
-                 it neither hides nor cuts have a loop that does not read it.
+                 depends only on its own key: the rows of masked keys are set to zero at the end.
+                 With the bounds of bounds.py, masked tiles are skipped, and a second loop computes
+                 the completely unmasked tiles without reading the mask.
 
-docs/kernels.md draws who waits for whom. benchmarks/proof/gluon_simulator.py runs the kernels on a
-CPU and finds accesses that no barrier orders.
+docs/kernels.md draws which warps wait for which. benchmarks/proof/gluon_simulator.py runs the
+kernels on a CPU and finds accesses that no barrier orders.
 
 Source: Shah et al. 2024, "FlashAttention-3", section 3; Dao 2023, "FlashAttention-2", section 3.1.2
 (the backward).
@@ -39,11 +38,11 @@ from .scores import Features, first_row, locate_head
 
 
 class Span(NamedTuple):
-    """The tiles that a program walks, by their first key, or by their first query for dK and dV.
-    No edge cuts a tile from `begin` to `end`.
+    """The tiles that a program computes, lo <= n < hi, where n is the first key of a tile, or its
+    first query for dK and dV. No edge cuts a tile of begin <= n < end.
 
-    Two loops walk them: PART 0 those that an edge may cut, PART 1 the others. Or one loop does,
-    PART 2.
+    Two loops compute the tiles: PART 0 those that an edge may cut, PART 1 the others. Or one loop
+    computes all of them, PART 2.
     """
 
     lo: Any
@@ -58,17 +57,17 @@ class Work(NamedTuple):
     start: Any  # its first query, or its first key
     span: Any  # `Span`
     batch: Any
-    head: Any  # of dK and dV the first one that shares the keys
+    head: Any  # for dK and dV the first one that shares the keys
     left: Any  # query i sees no key before i + left, and none past i + right
     right: Any
-    offsets: Any  # pointer to the first row of the first head, see `_Statistics` of backward.py
+    offsets: Any  # pointer to the first row of the first head; see `_Statistics` in backward.py
     deltas: Any
     sequence: Any
     call: Any
 
 
 class Statistics(NamedTuple):
-    """Those of `_Statistics` of backward.py, which broadcast against a tile of scores."""
+    """`_Statistics` of backward.py, in shapes that broadcast against a tile of scores."""
 
     peak: Any
     offset: Any
@@ -76,8 +75,8 @@ class Statistics(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """TMA descriptors of rows: of a head [rows, D], or, in dK and dV the queries and the gradients
-    of the output, of the heads that share the keys [heads, rows, D].
+    """TMA descriptors: [rows, D] of one head, or, for the queries and the gradients of the output
+    in dK and dV, [heads, rows, D] of the heads that share the keys.
     """
 
     query: Any
@@ -91,8 +90,8 @@ class Tensors(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory. What a program owns is in two halves, one for each consumer, where it stores
-    its gradient in the end; the other tiles have slots.
+    """Shared memory. The tiles that a program owns have two halves, one for each consumer, which
+    stores its gradient there in the end. The other tiles are in slots.
     """
 
     query: Any  # [2, BM / 2, BD], or [slots, 1, BM, BD]
@@ -124,29 +123,29 @@ class Barriers(NamedTuple):
 
 @gluon.constexpr_function
 def one_loop(tile, has):
-    """Return 1 if a loop walks whole tiles and those that an edge cuts, 0 if each has its own. Two
-    loops with dropout and D = 128 would take more registers than there are.
+    """Return 1 if one loop computes all tiles, 0 if edge tiles have a separate loop. With dropout
+    and D = 128, two loops would need too many registers.
     """
     return int(has.left or (has.dropout and tile.dim_block > 64))
 
 
 @gluon.constexpr_function
 def one_copy_loop(tile, has):
-    """Return the same for a loop that copies, which differs between the two beside bounds alone."""
+    """Return the same for a loop that copies: it needs two loops only with bounds."""
     return int(not has.bounds or has.left or (has.dropout and tile.dim_block > 64))
 
 
 @gluon.constexpr_function
 def masks_edges(PART, has):
-    """Return whether one loop of all tiles reads a mask of queries and keys at edges alone."""
+    """Return whether a loop over all tiles reads the mask [queries, keys] only at edges."""
     return PART == 2 and has.bounds == 1 and has.mask == 2 and has.bias == 0
 
 
 @gluon.constexpr_function
 def read_by(PART, has):
-    """Return the features that a loop reads: inside of the bounds of a mask, not the mask. PART is
-    that of `Span`. (What `reads_no_mask` and `inside_run` say stands here again, because Triton 3.6
-    loses the names of a tuple that one such function gives to another.)
+    """Return the features that a loop reads: not the mask inside the run. PART is that of `Span`.
+    (This repeats the rules of `reads_no_mask` and `inside_run`, because Triton 3.6 loses the field
+    names of a tuple that one constexpr function passes to another.)
     """
     bounded = has.bounds == 2 or (has.bounds == 1 and has.bias == 0)
     apart = PART == 2 and has.bounds == 1 and has.mask == 2
@@ -164,8 +163,8 @@ def is_edge(n, span):
 
 @gluon.jit
 def within_bounds(span, bounds, width: gl.constexpr, has: gl.constexpr):
-    """Return the `Span` that the bounds of a mask leave. From `begin` to `end` it cuts no tile,
-    either, if `reads_no_mask`.
+    """Return the part of a `Span` within the bounds of a mask. If `reads_no_mask`, the mask cuts no
+    tile from `begin` to `end`, either.
     """
     if has.bounds:
         tiles = span.lo, span.begin, span.end, span.hi
@@ -178,9 +177,9 @@ def within_bounds(span, bounds, width: gl.constexpr, has: gl.constexpr):
 
 @gluon.jit
 def loop_of(span, middle, LOOP: gl.constexpr, has: gl.constexpr):
-    """Return (begin, end) of the first of two loops, LOOP 0, of the second, 1, or of one, 2. The
-    second begins in the middle; beside bounds it is that of the run, and the first one leaves out
-    as many tiles, see `tile_at`.
+    """Return (begin, end) of a loop: LOOP 0 is the first of two loops, 1 the second, and 2 the only
+    one. Without bounds the second begins at `middle`. With bounds it computes the run, and the
+    first one jumps over it, see `tile_at`.
     """
     if has.bounds and LOOP == 0:
         return span.lo, span.hi - (span.end - span.begin)
@@ -223,8 +222,8 @@ def kept_by_dropout(
 def at_most(columns, bound):
     """Return which columns [N] of a tile of scores are at most the bound [rows] of their row.
 
-    Of the columns' bits, those of a thread's lane are 1 and 2. Compared apart, the others are
-    constants of the code. Else the compiler keeps each column in a register.
+    Only bits 1 and 2 of a column depend on the lane of a thread. If they are compared separately,
+    the other bits are constants in the code; otherwise each column takes a register.
     """
     of_lane, others = columns & 6, columns & (columns.shape[0] - 7)
     return gl.expand_dims(others, 0) <= gl.expand_dims(bound, 1) - gl.expand_dims(of_lane, 0)
@@ -240,7 +239,7 @@ def _distance(rows, columns):
 
 @gluon.jit
 def _factor(call, has: gl.constexpr):
-    """Return the factor of q . k, or of its tanh, that makes scores in base 2."""
+    """Return the factor that turns q . k, or its tanh, into scores in base 2."""
     if has.softcap:
         return call.factors.softcap * LOG2E
     else:
@@ -251,7 +250,7 @@ def _factor(call, has: gl.constexpr):
 def expect_terms(
     ready, edge, BYTES: gl.constexpr, TERMS: gl.constexpr, PART: gl.constexpr, has: gl.constexpr
 ):
-    """Let a barrier expect BYTES, and those of mask and bias where `copy_terms` copies them."""
+    """Let a barrier expect BYTES, and the bytes of mask and bias if `copy_terms` copies these."""
     if masks_edges(PART, has):
         mbarrier.expect(ready, BYTES + TERMS, pred=edge)
         mbarrier.expect(ready, BYTES, pred=edge == 0)
@@ -261,8 +260,8 @@ def expect_terms(
 
 @gluon.jit
 def copy_terms(tensors, buffers, part, places, ready, edge, PART: gl.constexpr, has: gl.constexpr):
-    """Copy a tile of mask and bias of queries and keys, if a loop reads it. `places` are where they
-    begin.
+    """Copy a tile of the mask and the bias [queries, keys], if the loop reads it. `places` are the
+    first elements of both.
     """
     mask_at, bias_at = places
     if masks_edges(PART, has):
@@ -277,8 +276,8 @@ def copy_terms(tensors, buffers, part, places, ready, edge, PART: gl.constexpr, 
 def load_terms(
     s, bound, buffers, part, LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr, has: gl.constexpr
 ):
-    """Return the bias in base 2 and the mask of a tile of scores s. `bound` is a bias of keys; what
-    a call lacks, nobody reads.
+    """Return the bias in base 2 and the mask of a tile of scores s. `bound` is a bias [keys]. What
+    the call lacks is not read.
     """
     bias = bound
     seen = s
@@ -287,7 +286,7 @@ def load_terms(
     if has.mask == 2:
         seen = _tile_of(buffers.mask, part, s, TRANSPOSED).load(LAYOUT)
     if has_terms(has):
-        fence_async_shared()  # the next copy must not overtake these loads
+        fence_async_shared()  # the next copy waits for these loads
     return bias, seen
 
 
@@ -295,7 +294,7 @@ def load_terms(
 def masked(
     s, n, span, buffers, part, TRANSPOSED: gl.constexpr, PART: gl.constexpr, has: gl.constexpr
 ):
-    """Return the scores of the tile at n, -inf where a mask hides a key that `terms` left."""
+    """Return the scores of the tile at n, -inf where the mask hides a key."""
     if masks_edges(PART, has):
         if is_edge(n, span):
             _, seen = load_terms(s, s, buffers, part, accumulator(s.shape[1]), TRANSPOSED, has)
@@ -305,7 +304,7 @@ def masked(
 
 @gluon.jit
 def _tile_of(tiles, part, s, TRANSPOSED: gl.constexpr):
-    """Return a tile of mask or bias as the scores s lie."""
+    """Return a tile of mask or bias in the layout of the scores s."""
     tile = tiles.index(part)
     if TRANSPOSED:
         tile = tile.reshape([s.shape[1], s.shape[0]]).permute((1, 0))
@@ -314,9 +313,9 @@ def _tile_of(tiles, part, s, TRANSPOSED: gl.constexpr):
 
 @gluon.jit
 def terms(s, rows, columns, slope, given, call, has: gl.constexpr):
-    """Apply softcap, bias, ALiBi and mask to s = q . k, of which |rows - columns| is the distance.
-    Return the scores, with a bias or ALiBi in base 2, and the derivative of the softcap. `given`
-    are bias and mask, see `load_terms`.
+    """Apply softcap, bias, ALiBi and mask to s = q . k, where the distance is |rows - columns|.
+    Return the scores, in base 2 with a bias or ALiBi, and the derivative of the softcap. `given` is
+    what `load_terms` returns.
     """
     bias, seen = given
     steepness = s
@@ -336,7 +335,7 @@ def terms(s, rows, columns, slope, given, call, has: gl.constexpr):
 
 @gluon.jit
 def probabilities(s, statistics, call, has: gl.constexpr):
-    """Return P of the scores of `terms`, -inf for a hidden key."""
+    """Return P, given the scores of `terms`, which are -inf for a hidden key."""
     if has.separate_max:
         return gl.exp2((s - statistics.peak) + statistics.offset)
     else:
@@ -346,7 +345,7 @@ def probabilities(s, statistics, call, has: gl.constexpr):
 
 @gluon.jit
 def score_gradient(p, dp, delta, inv_keep, has: gl.constexpr):
-    """Return dS = P (dP - delta), from dP that is zero where dropout has removed P."""
+    """Return dS = P (dP - delta), where dP is zero if dropout removed P."""
     if has.dropout:
         return p * gl.fma(dp, like(dp, inv_keep), gl.broadcast(-delta, dp)[0])
     else:
@@ -355,7 +354,7 @@ def score_gradient(p, dp, delta, inv_keep, has: gl.constexpr):
 
 @gluon.jit
 def head_of(work, member, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Head` of those that share the keys of a program."""
+    """Return the `Head` number `member` of those that share the keys of a program."""
     h = work.head + member
     batch_head = work.batch * work.call.sizes.heads + h
     return locate_head(work.call, work.sequence, batch_head, work.batch, h, 0, tile, has)
@@ -363,8 +362,8 @@ def head_of(work, member, tile: gl.constexpr, has: gl.constexpr):
 
 @gluon.jit
 def work_of(start, span, place, statistics, band, call, sequence, has: gl.constexpr):
-    """Return the `Work` of a program. `place` is its sequence and its first head, `statistics` are
-    pointers to those of all rows.
+    """Return the `Work` of a program. `place` is its sequence and its first head; `statistics` are
+    pointers to the statistics of all rows.
     """
     b, h = place
     OFFSET, DELTA = statistics
@@ -378,5 +377,5 @@ def work_of(start, span, place, statistics, band, call, sequence, has: gl.conste
 def store_gradient(x, at, own, target):
     """Store a gradient [rows, D] through shared memory."""
     own.store(x.to(target.dtype))
-    fence_async_shared()  # the store to shared memory was a plain one, the copy is not
+    fence_async_shared()  # makes the store visible to the copy
     copy_out(target, [at, 0], own)

@@ -66,8 +66,8 @@ from .scores import (
 
 @gluon.constexpr_function
 def _transposed_counter_layout(BM, BN):
-    """Return the layout of dropout's counters [BM / 2, BN / 2] whose words are those of a thread's
-    own scores in the transpose [BN, BM].
+    """Return the layout of dropout's counters [BM / 2, BN / 2] in which a thread computes the words
+    of its own scores [BN, BM], which are transposed.
     """
     rows = [[1, 0]] + [[8 << i, 0] for i in range(8) if 8 << i < BM // 2]
     lanes, warps = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]]
@@ -76,8 +76,8 @@ def _transposed_counter_layout(BM, BN):
 
 @gluon.constexpr_function
 def _walk_of(has):
-    """Return the features that decide which queries are walked, and how. A mask or a bias of keys
-    is none of them: it hides a tile of keys, or it does not.
+    """Return the features that decide over which queries a program loops. A mask or a bias [keys]
+    does not: it hides a key from all queries or from none.
     """
     known = {name: getattr(has, name) for name in Features._fields}
     return has if 2 in (has.mask, has.bias) else Features(**{**known, "bounds": 0})
@@ -85,7 +85,7 @@ def _walk_of(has):
 
 @gluon.jit
 def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Span` of a head, of which the bounds of its mask leave a part."""
+    """Return the `Span` of a head, within the bounds of its mask."""
     span = work.span
     if has.bounds:
         call, queries = work.call, work.sequence.queries
@@ -103,8 +103,8 @@ def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
 
 @gluon.jit
 def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
-    """Copy keys and values, then of each head that shares them, tile by tile, the queries, the
-    gradients of their output, and a mask and a bias of queries and keys.
+    """Copy keys and values. Then copy for each head that shares them, tile by tile, the queries,
+    the gradients of the output, and a mask and a bias [queries, keys].
     """
     buffers, bars = shared
     HALF: gl.constexpr = tile.columns // 2
@@ -129,7 +129,7 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
                 i0 = tile_at(i0, span, tile.rows, PART, WALK)
                 at = [member, i0, 0]
                 q_ready, do_ready = bars.first_ready.index(slot), bars.second_ready.index(slot)
-                # Both consumers have read what was in the slot; in the first round nobody has to.
+                # Both consumers have read the slot. In the first round this does not wait.
                 mbarrier.wait(bars.free.index(slot), phase ^ 1)
                 mbarrier.expect(q_ready, Q_BYTES)
                 copy_in(tensors.query, at, q_ready, buffers.query.index(slot))
@@ -155,7 +155,7 @@ def _own_or_shared(x, head_stride):
 
 @gluon.jit
 def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
-    """Bring the offset and delta of each row to shared memory. A row past the end has P = 0."""
+    """Load the offset and delta of each row into shared memory. A row past the end has P = 0."""
     buffers, bars = shared
     queries = work.sequence.queries
     ROWS: gl.constexpr = gl.BlockedLayout([tile.rows // 32], [32], [1], [0])
@@ -178,7 +178,7 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
                     places = places * 2 + 1
                 offset = gl.load(work.offsets + places, mask=i < queries, other=float("-inf"))
                 delta = gl.load(work.deltas + row + i, mask=i < queries, other=0.0)
-                # Both consumers have read the rows before.
+                # Both consumers have read the previous rows.
                 mbarrier.wait(bars.rows_free.index(slot), phase ^ 1)
                 if has.separate_max:
                     buffers.peak.index(slot).store(peak)
@@ -193,7 +193,7 @@ def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BN / 2, BM] of the keys j and the queries i0 + r, -inf where the band
     hides the key. PART is that of `Span`.
     """
-    # Up to where queries come before the key, and up to where they see it.
+    # The last query before those that see the key, and the last one that sees it.
     before, last = j - (work.right + 1 + i0), j - (work.left + i0)
     if PART == 0 and has.right:
         s = gl.where(at_most(r, before), float("-inf"), s)
@@ -208,8 +208,8 @@ def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
 
 @gluon.jit
 def with_signs(p, head, i0, n0, BM: gl.constexpr, S: gl.constexpr, has: gl.constexpr):
-    """Return P, negative where dropout removes it, so that no mask takes registers, and what stays
-    of it.
+    """Return P with a negative sign where dropout removes it, so that the mask takes no registers,
+    and P after dropout.
     """
     HALF: gl.constexpr = p.shape[0]
     keep = kept_by_dropout(head, i0, n0, BM, HALF, _transposed_counter_layout(BM, HALF), has)
@@ -260,7 +260,7 @@ def _dkdv_consumer(
                 mbarrier.wait(bars.rows_ready.index(slot), phase)
                 peak = gl.expand_dims(buffers.peak.index(slot).load(ROWS), 0)
                 offset = gl.expand_dims(buffers.first.index(slot).load(ROWS), 0)
-                s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other product goes on
+                s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; dP continues
                 at = j - (work.sequence.shift + i0)
                 bias, part = gl.expand_dims(bound, 1), slot * 2 + which
                 given = load_terms(s, bias, buffers, part, S, True, read_by(PART, WALK))
@@ -277,7 +277,7 @@ def _dkdv_consumer(
                     p = p * steepness
                 delta = gl.expand_dims(buffers.second.index(slot).load(ROWS), 0)
                 mbarrier.arrive(bars.rows_free.index(slot), count=1)
-                dp, dv = warpgroup_mma_wait(1, [dp, dv])  # dP; dV goes on
+                dp, dv = warpgroup_mma_wait(1, [dp, dv])  # dP; dV continues
                 if has.dropout:
                     dp = gl.where(p > 0.0, dp, 0.0)
                     p = gl.abs(p)
@@ -289,7 +289,7 @@ def _dkdv_consumer(
                 z = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, K, 2))
                 dk = warpgroup_mma(z, q, dk, is_async=True)
                 dk, dv = warpgroup_mma_wait(0, [dk, dv])
-                mbarrier.arrive(bars.free.index(slot), count=1)  # the products have read it
+                mbarrier.arrive(bars.free.index(slot), count=1)  # the products have read the slot
                 slot, phase = next_slot(slot, phase, tile.slots)
         if has.key_grad:
             _store_bias_gradient(dbias, bound, j, member, work, DBIAS, has)
@@ -298,12 +298,12 @@ def _dkdv_consumer(
     if has.dropout:
         dv = dv * call.factors.inv_keep
     store_gradient(_seen_keys(dv, n0, work, tile, has, V), n0, v, tensors.second)
-    tma.store_wait(0)  # shared memory must not end before the copies have read it
+    tma.store_wait(0)  # the program ends after the copies have read its shared memory
 
 
 @gluon.jit
 def _seen_keys(x, n0, work, tile: gl.constexpr, has: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a gradient [BN / 2, D] of the keys at n0, zero for hidden ones, which may be NaN."""
+    """Return a gradient [BN / 2, D] of the keys at n0, zero for hidden keys, which may be NaN."""
     j = n0 + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     ok = j < work.sequence.length
     if has_bounds(has):
@@ -318,7 +318,7 @@ def _seen_keys(x, n0, work, tile: gl.constexpr, has: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit
 def _store_bias_gradient(dbias, bound, j, member, work, DBIAS, has: gl.constexpr):
-    """Store the sums of dS [BN / 2] of the keys j and one head; zero for hidden keys, whose sums
+    """Store the sums of dS [BN / 2] of the keys j and one head; zero for hidden keys, where a sum
     may be NaN.
     """
     sizes, keys = work.call.sizes, work.call.sizes.keys
@@ -333,8 +333,8 @@ def _store_bias_gradient(dbias, bound, j, member, work, DBIAS, has: gl.constexpr
 
 @gluon.jit
 def _queries_of_keys(n0, sequence, band, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Span` of queries of the keys at n0. The length is no edge: the gradients of keys
-    past it are set to zero at the end.
+    """Return the `Span` of queries for the keys at n0. The length is not an edge: the gradients of
+    keys past the length are set to zero at the end.
     """
     lo = 0
     begin = 0
@@ -357,7 +357,7 @@ def _queries_of_keys(n0, sequence, band, tile: gl.constexpr, has: gl.constexpr):
 @gluon.jit
 def _rows_of_heads(base, shape, strides, B: gl.constexpr, D, BD: gl.constexpr):
     """Make the TMA descriptor of matrices [heads, rows, D] that are copied in tiles [1, B, BD].
-    `shape` and `strides` are those of heads and rows.
+    `shape` and `strides` are for heads and rows.
     """
     dtype: gl.constexpr = base.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, B, BD], dtype)
@@ -368,7 +368,7 @@ def _rows_of_heads(base, shape, strides, B: gl.constexpr, D, BD: gl.constexpr):
 
 @gluon.jit
 def _terms_of_heads(base, shape, keys, strides, BM: gl.constexpr, BN: gl.constexpr):
-    """Make the same for a mask or a bias of queries and keys, which heads may share."""
+    """Make the same for a mask or a bias [queries, keys], which heads may share."""
     heads, rows = shape
     head, row = strides
     shape = gl.where(head == 0, 1, heads), rows
@@ -377,7 +377,7 @@ def _terms_of_heads(base, shape, keys, strides, BM: gl.constexpr, BN: gl.constex
 
 @gluon.jit
 def _tiles_of_heads(tensor, count: gl.constexpr):
-    """Make room for that many tiles of a tensor that has heads."""
+    """Allocate `count` tiles of a tensor that has heads."""
     rows: gl.constexpr = tensor.block_shape[1]
     columns: gl.constexpr = tensor.block_shape[2]
     return gl.allocate_shared_memory(tensor.dtype, [count, 1, rows, columns], tensor.layout)
@@ -410,7 +410,7 @@ def _dkdv_tensors(
     rows = sizes.group, gl.maximum(sequence.queries, 1)  # a descriptor has at least one row
     exists = gl.maximum(sequence.length, 1)
     keys = sizes.keys
-    if has.packed:  # what is behind them belongs to the next sequence
+    if has.packed:  # later rows belong to the next sequence
         keys = sequence.length
     q_steps = strides.query_head, strides.query_row
     do_steps = do_strides.head, do_strides.row
@@ -487,8 +487,8 @@ def hopper_dkdv_kernel(
     tile: gl.constexpr,
     has: gl.constexpr,
 ):
-    """Compute what `backward_dkdv_kernel` does. With a mask of keys and without a bias of keys, the
-    heads that share keys share the mask.
+    """Compute what `backward_dkdv_kernel` does. With a mask [keys] and no bias [keys], the heads
+    that share keys also share the mask.
     """
     pair, block = locate_block(gl.cdiv(sizes.keys, tile.columns), has, False)
     n0 = block * tile.columns
@@ -506,7 +506,7 @@ def hopper_dkdv_kernel(
     head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
     tensors = _dkdv_tensors(inputs, (DK, DV), (b, g), all_strides, sizes, head, tile, has)
     shared = _dkdv_shared(tensors, tile, has)
-    fence_async_shared()  # the copies have to see the barriers
+    fence_async_shared()  # makes the barriers visible to the copies
     span = _queries_of_keys(n0, sequence, band, tile, has)
     work = work_of(n0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
     FIRST: gl.constexpr = 0

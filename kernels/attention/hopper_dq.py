@@ -65,8 +65,8 @@ from .scores import (
 
 @gluon.jit
 def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
-    """Copy the queries and the gradients of their output, then tile by tile keys, values, and a
-    mask and a bias of queries and keys.
+    """Copy the queries and the gradients of the output, then tile by tile keys, values, and a mask
+    and a bias [queries, keys].
     """
     buffers, bars = shared
     HALF: gl.constexpr = tile.rows // 2
@@ -85,7 +85,7 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
         begin, end = loop_of(work.span, work.span.end, PART, has)
         for n0 in range(begin, end, tile.columns):
             n0 = tile_at(n0, work.span, tile.columns, PART, has)
-            # Both consumers have read what was in the slot; in the first round nobody has to.
+            # Both consumers have read the slot. In the first round this does not wait.
             mbarrier.wait(bars.free.index(slot), phase ^ 1)
             mbarrier.expect(bars.first_ready.index(slot), K_BYTES)
             copy_in(tensors.key, [n0, 0], bars.first_ready.index(slot), buffers.key.index(slot))
@@ -103,7 +103,7 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
 
 @gluon.jit
 def _mask_keys(work, shared, tile: gl.constexpr, has: gl.constexpr):
-    """Turn a mask or a bias of keys into bounds, and set masked keys and their values to zero."""
+    """Turn a mask or a bias [keys] into bounds, and set masked keys and their values to zero."""
     buffers, bars = shared
     BN: gl.constexpr = tile.columns
     KEYS: gl.constexpr = gl.BlockedLayout([BN // 32], [32], [1], [0])
@@ -120,14 +120,14 @@ def _mask_keys(work, shared, tile: gl.constexpr, has: gl.constexpr):
                 j = n0 + gl.arange(0, BN, layout=KEYS)
                 bound = bounds_of_keys(mask, j, work.sequence.length, has)
                 some = gl.sum((bound != float("-inf")).to(gl.int32), 0) < BN
-            # The keys have arrived. So their slot was free: the bounds before have been read, too.
+            # The keys have arrived, so the slot was free: the previous bounds have been read, too.
             mbarrier.wait(bars.first_ready.index(slot), phase)
             bounds = buffers.first.index(slot)
             if has_bounds(read_by(PART, has)):
                 bounds.store(bound)
             if some:
                 _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)
-            # Where nothing is masked the consumers wait for the same barriers.
+            # The consumers wait for these barriers in every tile, also where nothing is masked.
             mbarrier.arrive(bars.first_masked.index(slot), count=1)
             mbarrier.wait(bars.second_ready.index(slot), phase)
             if some:
@@ -148,7 +148,7 @@ def _set_to_zero(rows, bounds, BN: gl.constexpr, BD: gl.constexpr):
                 part = rows.slice(first, 8).slice(column, WIDTH, dim=1)
                 x = part.load(ROWS)
                 part.store(gl.where(gl.expand_dims(kept, 1), x, 0.0))
-    fence_async_shared()  # plain stores, which wgmma and the next copy have to see
+    fence_async_shared()  # makes these stores visible to wgmma and to the next copy
 
 
 @gluon.jit
@@ -193,7 +193,7 @@ def _part_of(LOOP, has):
 def _dq_consumer(
     which: gl.constexpr, work, tensors, shared, DBIAS, tile: gl.constexpr, has: gl.constexpr
 ):
-    """Compute dQ of 64 queries, and the gradient of a bias that is theirs alone."""
+    """Compute dQ of 64 queries, and the gradient of a bias that is not shared."""
     buffers, bars = shared
     dtype: gl.constexpr = tensors.first.dtype
     HALF: gl.constexpr = tile.rows // 2
@@ -227,9 +227,9 @@ def _dq_consumer(
             s = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(value_ready.index(slot), phase)
             dp = warpgroup_mma(do, v.permute((1, 0)), none, use_acc=False, is_async=True)
-            s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other product goes on
+            s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; dP continues
             at = i + (work.sequence.shift - n0)
-            bound = s  # what a call lacks, no line reads
+            bound = s  # stands for what the call lacks; no line reads it
             if has_bounds(read_by(LOOP, has)):
                 bound = gl.expand_dims(buffers.first.index(slot).load(gl.SliceLayout(0, S)), 0)
             given = load_terms(s, bound, buffers, slot * 2 + which, S, False, read_by(LOOP, has))
@@ -240,9 +240,9 @@ def _dq_consumer(
             s = _hide_keys(s, i, n0, j, work, _part_of(LOOP, has), has)
             p = probabilities(s, statistics, call, has)
             if has.softcap and not tile.bias_grad:
-                p = p * steepness  # P goes into dS alone
-            # The wait for the next keys stands before that for the product, because it ends a basic
-            # block: otherwise ptxas moves the exponentials behind the product.
+                p = p * steepness  # only dS uses P
+            # Wait for the next keys before waiting for the product: this wait ends a basic block,
+            # without which ptxas moves the exponentials behind the product.
             after, after_phase = next_slot(slot, phase, tile.slots)
             last = span.end if has.bounds and LOOP == 1 else span.hi
             mbarrier.wait(key_ready.index(after), after_phase, pred=place + BN < last)
@@ -257,11 +257,11 @@ def _dq_consumer(
                     ds = ds * steepness
             dq = warpgroup_mma(gl.convert_layout(ds.to(dtype), P), k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, [dq])
-            mbarrier.arrive(bars.free.index(slot), count=1)  # the products have read it
+            mbarrier.arrive(bars.free.index(slot), count=1)  # the products have read the slot
             slot = after
             phase = after_phase
     store_gradient(dq * call.factors.scale, i0, q, tensors.first)
-    tma.store_wait(0)  # shared memory must not end before the copy has read it
+    tma.store_wait(0)  # the program ends after the copy has read its shared memory
 
 
 @gluon.jit
@@ -382,7 +382,7 @@ def hopper_dq_kernel(
     head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
     tensors = _dq_tensors(inputs, DQ, (b, h, g), all_strides, head, tile, has)
     shared = _dq_shared(tensors, tile, has)
-    fence_async_shared()  # the copies have to see the barriers
+    fence_async_shared()  # makes the barriers visible to the copies
     lo, hi = keys_of_rows(i0, i0 + tile.rows, sequence.length, sequence.shift, band, tile, has)
     begin, end = unmasked_tiles(i0, sequence, band, tile, has)
     span = within_bounds(Span(lo, begin, end, hi), bounds, tile.columns, has)

@@ -1,5 +1,5 @@
-"""What Gluon kernels for Hopper are made of: layouts, barriers, tiles in shared memory and their
-TMA descriptors, and rings of slots.
+"""Parts of the Gluon kernels for Hopper: layouts, barriers, tiles in shared memory and their TMA
+descriptors, and rings of slots.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 @gluon.constexpr_function
 def has_bounds(has):
-    """Return whether keys have a mask or a bias that is the same for all queries."""
+    """Return whether a mask or a bias is the same for all queries: [keys]."""
     return has.mask == 1 or has.bias == 1
 
 
 @gluon.constexpr_function
 def has_terms(has):
-    """Return whether a tile of scores has a mask or a bias of queries and keys."""
+    """Return whether a mask or a bias differs between queries: [queries, keys]."""
     return has.mask == 2 or has.bias == 2
 
 
@@ -36,7 +36,7 @@ def accumulator(columns):
 @gluon.constexpr_function
 def counter_layout(BM, BN):
     """Return the layout of dropout's counters [BM / 2, BN / 2]: that of the scores without bit 3 of
-    row and column, so that a thread holds the words of its own scores.
+    row and column, so that a thread computes the words of its own scores.
     """
     columns = [[0, 1]] + [[0, 8 << i] for i in range(8) if 8 << i < BN // 2]
     lanes, warps = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
@@ -45,7 +45,7 @@ def counter_layout(BM, BN):
 
 @gluon.jit
 def next_slot(slot, phase, SLOTS: gl.constexpr):
-    """Return the slot of a ring after this one, and its phase, which changes at the wrap."""
+    """Return the next slot of a ring and its phase, which changes when the ring starts again."""
     slot += 1
     wraps = slot == SLOTS
     return gl.where(wraps, 0, slot), phase ^ wraps.to(gl.int32)
@@ -79,7 +79,7 @@ def _packing(dtype):
 def pack(p, dtype: gl.constexpr):
     """Round float32 [BM, BN] to 16 bits, and put two of a row into an int32 [BM, BN / 2]."""
     low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
-    # Were it pure, the loop would compute it again for each use.
+    # If it were pure, the loop would compute it again for each use.
     return gl.inline_asm_elementwise(
         _packing(dtype), "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -87,7 +87,7 @@ def pack(p, dtype: gl.constexpr):
 
 @gluon.jit
 def unpack(words, dtype: gl.constexpr, layout: gl.constexpr):
-    """Return what `pack` has packed."""
+    """Return the 16-bit values that `pack` put into words."""
     low = words.to(gl.int16).to(dtype, bitcast=True)
     high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
     x = gl.join(low, high).reshape([words.shape[0], words.shape[1] * 2])
@@ -96,8 +96,8 @@ def unpack(words, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def rows_of(base, rows, stride, B: gl.constexpr, D: gl.constexpr, BD: gl.constexpr):
-    """Make the TMA descriptor of a matrix [rows, D] that is copied in tiles [B, BD]: what is past
-    its end reads as zero and is not written.
+    """Make the TMA descriptor of a matrix [rows, D] that is copied in tiles [B, BD]. Elements
+    past its end read as zeros and are not written.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B, BD], base.dtype.element_ty)
     return tma.make_tensor_descriptor(base, [rows, D], [stride, 1], [B, BD], LAYOUT)
@@ -105,7 +105,7 @@ def rows_of(base, rows, stride, B: gl.constexpr, D: gl.constexpr, BD: gl.constex
 
 @gluon.jit
 def barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Make barriers that end a phase after that many arrivals."""
+    """Make `count` barriers that end a phase after `arrivals` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(count):
         mbarrier.init(bars.index(n), count=arrivals)
@@ -114,15 +114,15 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def buffer(tensor, count: gl.constexpr):
-    """Make room for that many tiles of a tensor."""
+    """Allocate `count` tiles of a tensor."""
     shape: gl.constexpr = [count, tensor.block_shape[0], tensor.block_shape[1]]
     return gl.allocate_shared_memory(tensor.dtype, shape, tensor.layout)
 
 
 @gluon.jit
 def up_to_last_seen(sequence, bounds, has: gl.constexpr):
-    """Return a sequence without the keys behind the last one that the bounds of a mask leave to the
-    queries of a program: so TMA reads them as zeros, and nobody has to set them to zero.
+    """Return a sequence that ends at the last key within the bounds of the mask, so that TMA reads
+    later keys as zeros.
     """
     if has.bounds:
         return Sequence(
@@ -145,8 +145,8 @@ def mask_of(head):
 
 @gluon.jit
 def bounds_of_keys(mask, j, keys, has: gl.constexpr):
-    """Return the bias of the keys j in base 2 or, without one, inf; -inf for a masked key, which is
-    none of those past the number of keys. `mask` is that of `mask_of`.
+    """Return the bias of the keys j in base 2, or inf without a bias; -inf for a masked key. Keys
+    past the end are not masked. `mask` is what `mask_of` returns.
     """
     MASK, mask_stride, BIAS, bias_stride = mask
     bound = gl.full_like(j.to(gl.float32), float("inf"))

@@ -1,5 +1,5 @@
-"""Which calls the forward for Hopper computes, and in which ways: the rows that a measurement may
-choose. It needs no Gluon.
+"""Which calls the Hopper kernels support, and their configurations, the rows that a measurement may
+choose. This file does not import Gluon.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BARRIERS = 1024  # at most, of these
 
 
 class Row(NamedTuple):
-    """A way to compute a call."""
+    """A configuration of the forward."""
 
     BM: int  # queries of a program
     BN: int  # keys of a tile
@@ -41,7 +41,7 @@ HOPPER = {
     "Gluon 128 128, persistent": Row(128, 128, 4, 2, persistent=True),
 }
 
-# Rows that are no candidates of a measurement, by version of Triton, and why.
+# Rows that are not measured with a version of Triton, and why.
 REFUSED = {
     "3.9": {
         "Gluon 192 128, packed": "its loops access local memory, and issue 6% to 17% more "
@@ -51,7 +51,7 @@ REFUSED = {
 
 
 def refused(version: str = triton.__version__) -> dict[str, str]:
-    """Return the rows that are no candidates with a version of Triton, and why."""
+    """Return the rows that are not measured with a version of Triton, and why."""
     return REFUSED.get(".".join(version.split(".")[:2]), {})
 
 
@@ -61,15 +61,15 @@ class How(NamedTuple):
     consumers: Any  # of 64 queries each
     slots: Any  # of the rings of keys and of values
     term_slots: Any  # of the ring of masks and biases of queries and keys
-    term_bytes: Any  # that the mask and the bias take for a score
+    term_bytes: Any  # of mask and bias [queries, keys], for each score
     turns: Any  # whether the consumers take turns in issuing products
     packed: Any  # whether a loop carries weights as 16 bits
     persistent: Any  # whether a program computes several blocks of queries, one after the other
 
 
 class Order(NamedTuple):
-    """The grid of `locate_block`, of whose blocks of queries a persistent program computes several.
-    Other programs do not read it.
+    """The grid of `locate_block`. A persistent program computes several of its blocks of queries;
+    other programs do not read it.
     """
 
     x: Any = 1
@@ -79,8 +79,8 @@ class Order(NamedTuple):
 
 def in_turn(row: Row, grid: tuple[int, ...], processors: int) -> tuple[Order, tuple[int, ...]]:
     """Return the order of the blocks of a call, and the grid of the programs that compute them: for
-    a persistent row one program for each multiprocessor, or so many that each has two blocks, since
-    checks of small calls have to see the second one.
+    a persistent row one program for each multiprocessor, or fewer, so that each has two blocks
+    and small calls test the second block, too.
     """
     if not row.persistent:
         return Order(), grid
@@ -88,13 +88,13 @@ def in_turn(row: Row, grid: tuple[int, ...], processors: int) -> tuple[Order, tu
 
 
 def term_bytes(plan: Any, attention: Attention) -> int:
-    """Return how many bytes a mask and a bias of queries and keys take for a score."""
+    """Return how many bytes a mask and a bias [queries, keys] have for each score."""
     bias = attention.bias
     return (plan.has.mask == 2) + (0 if bias is None or plan.has.bias != 2 else bias.element_size())
 
 
 def ways(rows: Mapping[str, Row], plan: Any, attention: Attention) -> dict[str, How]:
-    """Return how the rows that can do it compute a call."""
+    """Return the rows that can compute a call, and how each does."""
     found = {name: _how(row, plan, attention) for name, row in rows.items()}
     return {name: how for name, how in found.items() if how is not None}
 
@@ -130,7 +130,7 @@ def _fits_in_registers(row: Row, plan: Any) -> bool:
     if row.BM == 192:  # 160 registers
         terms = has.mask, has.bias, has.alibi, has.softcap, has.dropout, has.left
         return plan.head_block <= 64 and not any(terms)
-    if row.packed and has.dropout:  # 70 slots more than without packing
+    if row.packed and has.dropout:  # 70 slots of local memory more than without packing
         return False
     if row.BN > 64 and plan.head_block > 128:
         return False
@@ -202,7 +202,7 @@ def short_refused(plan: Any) -> bool:
 
 
 class RingTile(NamedTuple):
-    """Compile-time: `Tile` of scores.py, and what the backward needs beside."""
+    """Compile-time: `Tile` of scores.py, with more fields for the backward."""
 
     rows: Any
     columns: Any
@@ -223,14 +223,14 @@ class RingTile(NamedTuple):
 def backward_ways(
     kernel: str, rows: Mapping[str, Tiles], plan: Any, attention: Attention
 ) -> list[str]:
-    """Return the rows of a kernel of the backward that compute a call in the shared memory and the
-    registers that there are.
+    """Return the rows of a backward kernel that compute a call within the shared memory and the
+    registers of a GPU.
     """
     return [name for name, row in rows.items() if _suits(kernel, row, plan, attention)]
 
 
 def without_rows(plan: Any, attention: Attention) -> list[str]:
-    """Return what of the backward no row computes."""
+    """Return which part of the backward no row can compute."""
     names = {"dq": "dQ", "dkdv": "dK and dV"}
     return [
         name
@@ -275,8 +275,8 @@ def backward_obstacle(
 
 
 def _of_backward(plan: Any, inputs: tuple[Tensor, ...], grad_output: Tensor) -> Iterator[str]:
-    """Yield what the backward lacks beside the forward. dK and dV read the heads that share keys as
-    one tensor, and as if they shared a mask of keys.
+    """Yield the options that the forward supports and the backward does not. dK and dV read the
+    heads that share keys as one tensor, as if these heads shared a mask [keys].
     """
     has, arguments = plan.has, plan.arguments
     if plan.head_block > 256:

@@ -2,14 +2,14 @@
 dV of a head by one program, as in short_backward.py. `fastformer tune` measures it for calls with a
 mask of keys or lengths, causality and dropout.
 
-    copies       One warp copies by TMA: 128 keys and values at a time, and for them the queries and
-                 the gradients of the output, 64 rows at a time, through a ring of slots.
+    copies       One warp copies by TMA: 128 keys and values at a time, and for each such tile the
+                 queries and the gradients of the output, 64 rows at a time, into a ring of slots.
     consumers    Two groups of four warps own 64 of the keys each. A group computes dK and dV of its
                  keys in registers, and writes its dS of a tile of queries to shared memory. The
-                 groups take turns to multiply dS of both with the keys: one adds to dQ of the even
-                 tiles, the other to dQ of the odd ones.
-    dQ           lies in shared memory, in float32, until all keys are done. Each element belongs to
-                 one thread: nothing is added atomically.
+                 groups take turns to multiply the dS of both groups with the keys: one adds to dQ
+                 of the even tiles, the other to dQ of the odd tiles.
+    dQ           stays in shared memory, in float32, until all keys are done. Each element belongs
+                 to one thread: no addition is atomic.
 
 A program computes several heads, one after the other, with TMA descriptors that it makes once.
 benchmarks/proof/gluon_simulator.py runs the kernel on a CPU and finds accesses that no barrier
@@ -177,7 +177,7 @@ def _prepare(
         do = gl.load(grad + (r * layout.row + d), mask=ok, other=0.0)
         lse = gl.load(saved.lse + (row + i), mask=exists, other=0.0)
         delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
-        empty = lse == float("-inf")  # its scores are -inf: any finite offset gives P = 0
+        empty = lse == float("-inf")  # all scores are -inf: any finite offset gives P = 0
         if HAS_DLSE:
             dlse = gl.load(saved.grad_lse + (row + i), mask=exists, other=0.0)
             delta -= gl.where(empty, 0.0, dlse)
@@ -190,7 +190,7 @@ def _prepare(
 
 @gluon.jit
 def _without_hidden(x, ok):
-    """Set the rows of x in shared memory that are hidden to zero: they may be NaN."""
+    """Set hidden rows of x, in shared memory, to zero, because they may be NaN."""
     BLOCK: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     seen = gl.expand_dims(gl.convert_layout(ok, gl.SliceLayout(1, BLOCK)), 1)
     x.store(gl.where(seen, x.load(BLOCK), 0.0))
@@ -216,8 +216,8 @@ def _hide_keys(s, keys, i0, n0, head, tile: gl.constexpr, has: gl.constexpr):
 def _own_keys(
     which: gl.constexpr, n0, head, shared, phase, tile: gl.constexpr, has: gl.constexpr
 ):  # fmt: skip
-    """Wait for the 64 keys that a consumer owns, and set hidden ones to zero. Return (j, ok, cut):
-    the keys, which of them queries may see, and whether one is hidden.
+    """Wait for the 64 keys that a consumer owns, and set hidden keys to zero. Return (j, ok, cut):
+    the keys, which keys are visible, and whether a key is hidden.
     """
     buffers, bars = shared
     HALF: gl.constexpr = tile.columns // 2
@@ -233,7 +233,7 @@ def _own_keys(
         if cut:
             _without_hidden(buffers.key.index(which), ok)
             _without_hidden(buffers.value.index(which), ok)
-            fence_async_shared()  # the other consumer reads the keys after `ds_ready`
+            fence_async_shared()  # the other consumer reads these keys after `ds_ready`
     return j, ok, cut
 
 
@@ -241,8 +241,8 @@ def _own_keys(
 def _add_to_queries(
     which: gl.constexpr, PARITY: gl.constexpr, part, ds, sums, shared, phase, K: gl.constexpr
 ):
-    """Give dS^T to the consumer whose turn it is, which adds dS k of both to dQ of a tile. Wait for
-    the products of dK and dV, `sums`, and return them.
+    """Pass dS^T to the consumer whose turn it is: it adds dS k of both consumers to dQ of a tile.
+    Wait for the products of dK and dV, `sums`, and return these.
     """
     buffers, bars = shared
     dk, dv = sums
@@ -306,7 +306,7 @@ def _consumer(
                     mbarrier.wait(bars.grad_ready.index(slot), phase)
                     dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
                     offset = buffers.offset.index(pair).slice(PARITY * BM, BM).load(ROWS)
-                    s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other goes on
+                    s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; dP continues
                     s = _hide_keys(s, keys, i0, n0, head, tile, has)
                     offset = gl.broadcast(gl.expand_dims(offset, 0), s)[0]
                     p = gl.exp2(gl.fma(s, like(s, call.scale), offset))
@@ -316,7 +316,7 @@ def _consumer(
                     z = gl.convert_layout(z.to(dtype), gl.DotOperandLayout(0, V, 2))
                     dv = warpgroup_mma(z, do, dv, is_async=True)
                     delta = buffers.delta.index(pair).slice(PARITY * BM, BM).load(ROWS)
-                    dp, dv = warpgroup_mma_wait(1, [dp, dv])  # dP; dV goes on
+                    dp, dv = warpgroup_mma_wait(1, [dp, dv])  # dP; dV continues
                     if has.dropout:
                         dp = gl.where(p > 0.0, dp, 0.0)
                         p = gl.abs(p)
@@ -329,7 +329,7 @@ def _consumer(
                     mbarrier.arrive(bars.free.index(slot), count=1)
                     slot, phase = next_slot(slot, phase, tile.slots)
                     turn ^= 1
-            mbarrier.arrive(bars.keys_read, count=1)  # the keys are an operand of the other's dQ
+            mbarrier.arrive(bars.keys_read, count=1)  # both consumers multiply with these keys
             mbarrier.wait(bars.keys_read, own)
             own ^= 1
             at = [b.to(gl.int32), h.to(gl.int32), n0 + which * HALF, 0]
@@ -347,7 +347,7 @@ def _store_keys(gradients, own, at, tensors, factors, has: gl.constexpr):
         dv = dv * factors.inv_keep
     k.store((dk * factors.scale).to(tensors.query.dtype))
     v.store(dv.to(tensors.query.dtype))
-    fence_async_shared()  # the stores to shared memory were plain ones, the copies are not
+    fence_async_shared()  # makes the stores visible to the copies
     copy_out(tensors.grad_key, at, k)
     copy_out(tensors.grad_value, at, v)
     tma.store_wait(0)
@@ -451,7 +451,7 @@ def hopper_short_kernel(
     work = _Work(inputs, saved, grads, layouts, call, pairs)
     tensors = _descriptors(work, tile)
     shared = _make_shared(tensors.query.dtype, tile, PARTS)
-    fence_async_shared()  # the copies have to see the barriers
+    fence_async_shared()  # makes the barriers visible to the copies
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(

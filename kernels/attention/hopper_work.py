@@ -1,4 +1,4 @@
-"""What a program of the forward for Hopper works on: the tiles of keys that it walks, its TMA
+"""The work of a program of the forward for Hopper: the tiles of keys that it visits, its TMA
 descriptors, its shared memory and its barriers.
 """
 
@@ -25,12 +25,14 @@ ROWS = gl.constexpr(64)  # queries of a consumer: the rows of a wgmma
 
 
 class Walk(NamedTuple):
-    """The tiles of keys that a block of queries walks: the edge tiles first <= t < edges, at least
+    """The tiles of keys that a block of queries visits: the edge tiles first <= t < edges, at least
     one, which the length, the band or a mask may cut, then the others, edges <= t < end. The first
-    key of an edge tile t is lo + t BN, and if that is not below `jump`, it lies `gap` further. That
-    of another one is begin + t BN.
+    key of tile t is
 
-    The tiles of a program are numbered through: t goes on from one block to the next.
+        t < edges:    n = lo + t BN, or n + gap if n >= jump
+        t >= edges:   begin + t BN
+
+    The numbers t of a persistent program continue from one block to the next.
     """
 
     first: Any
@@ -43,7 +45,7 @@ class Walk(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is computed for a block of queries."""
+    """The numbers that the computation of a block of queries needs."""
 
     start: Any  # its first query
     walk: Any
@@ -55,13 +57,13 @@ class Work(NamedTuple):
     scale: Any  # of q . k, in base 2
     factor: Any  # of the scores, in base 2: the scale, or the softcap
     draws: Any  # `DropoutStream`
-    draw_row: Any  # where query 0 and key 0 are in what dropout draws
+    draw_row: Any  # the row and column of query 0 and key 0 in the dropout mask
     draw_column: Any
     factors: Any
 
 
 class Rows(NamedTuple):
-    """What a head has of each query."""
+    """The results of a head that have one number for each query."""
 
     lse: Any
     statistics: Any
@@ -71,7 +73,7 @@ class Rows(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """What all blocks of a launch have in common, and in which order they come."""
+    """The arguments that all blocks of a launch share, and the order of the blocks."""
 
     call: Any
     sequence: Any
@@ -113,8 +115,8 @@ class Buffers(NamedTuple):
     key: Any  # [slots, BN, BD]
     value: Any  # [slots, BN, BDV]
     output: Any  # [consumers, 64, BDV]
-    # [slots, BN], with a mask or a bias of keys: the bias, or what no score of the key is above;
-    # -inf for a masked key.
+    # [slots, BN], with a mask or a bias [keys]: the bias, or an upper bound of the scores of the
+    # key, which is -inf for a masked key.
     bounds: Any
     mask: Any  # [slots * consumers, 64, BN], of queries and keys
     bias: Any  # the same
@@ -136,11 +138,11 @@ class Barriers(NamedTuple):
     value_masked: Any  # 1: the mask, once the values of masked keys are zero
     term_ready: Any  # 1: the copies, once mask and bias of queries and keys are there
     term_free: Any  # all
-    turn: Any  # 1 for each consumer: the one before it has issued its products
+    turn: Any  # 1 for each consumer: the previous consumer has issued its products
 
 
 class Place(NamedTuple):
-    """Where a tile of scores is: its first query and key, and slot and phase of two rings."""
+    """The place of a tile of scores: its first query and key, its slots and phases in two rings."""
 
     query: Any
     key: Any
@@ -153,9 +155,9 @@ class Place(NamedTuple):
 
 @gluon.jit
 def walk_of(i0, sequence, band, bounds, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Walk` of the queries from i0 on. If there is no edge tile, the first of the
-    others is treated as one. If no tile is seen, one is walked that is past the end: it is zero,
-    and never NaN.
+    """Return the `Walk` of the queries from i0 on. If there is no edge tile, the first other
+    tile counts as one. If no tile is visible, the program visits one past the end, which reads as
+    zeros, never as NaN.
     """
     BN: gl.constexpr = tile.columns
     length = sequence.length
@@ -178,7 +180,7 @@ def walk_of(i0, sequence, band, bounds, tile: gl.constexpr, has: gl.constexpr):
 
 @gluon.jit
 def numbered(walk, first, tile: gl.constexpr):
-    """Return a walk whose tiles are numbered from `first` on."""
+    """Return a `Walk` with its tiles numbered from `first` on."""
     keys = first * tile.columns
     edges, end = walk.edges + first, walk.end + first
     return Walk(first, edges, end, walk.lo - keys, walk.jump, walk.gap, walk.begin - keys)
@@ -186,7 +188,7 @@ def numbered(walk, first, tile: gl.constexpr):
 
 @gluon.jit
 def blocks_of(order):
-    """Return how many blocks of queries all heads have."""
+    """Return the number of blocks of queries of all heads."""
     return order.x * order.y * order.z
 
 
@@ -211,8 +213,8 @@ def rounds_of(order):
 
 @gluon.jit
 def place_of_block(n, sizes, order, tile: gl.constexpr, has: gl.constexpr):
-    """Return what `locate_rows` returns to the n-th program of the order, by the same rules. (They
-    stand twice because a call more in `locate_block` changes the GPU IR of every kernel.)
+    """Return what `locate_rows` returns to the n-th program of the order, by the same rules,
+    written twice because one more call in `locate_block` changes the GPU IR of every kernel.
     """
     blocks = gl.cdiv(sizes.queries, tile.rows)
     if has.sections:
@@ -261,7 +263,7 @@ def nth_block(n, launched, first, tile: gl.constexpr, has: gl.constexpr):
 
 @gluon.jit
 def work_of(i0, head, bounds, first, tile: gl.constexpr, has: gl.constexpr):
-    """Return what is computed for the queries of a head from i0 on, with tiles from `first` on."""
+    """Return the `Work` for the queries of a head from i0 on, with tiles from `first` on."""
     sequence, call = head.sequence, head.call
     draw_row = 0
     draw_column = 0
@@ -298,7 +300,7 @@ def jumps(has):
 
 @gluon.jit
 def key_of_tile(walk, t, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constexpr):
-    """Return the first key of the t-th tile that is walked."""
+    """Return the first key of the t-th tile."""
     if EDGE:
         n0 = walk.lo + t * tile.columns
         if jumps(has):
@@ -317,7 +319,7 @@ def key_of_any_tile(walk, t, tile: gl.constexpr, has: gl.constexpr):
 
 @gluon.jit
 def place_of(i0, n0, t, which, how: gl.constexpr):
-    """Return where the tile of scores at query i0 and key n0 is, the t-th of a consumer."""
+    """Return the `Place` of the tile of scores at query i0 and key n0, the t-th of a consumer."""
     slot, phase = slot_of(t, how.slots)
     term, term_phase = slot_of(t, how.term_slots)
     return Place(i0, n0, slot, phase, term, term_phase, term * how.consumers + which)
@@ -325,7 +327,7 @@ def place_of(i0, n0, t, which, how: gl.constexpr):
 
 @gluon.jit
 def masked_tiles(walk, has: gl.constexpr):
-    """Return before which tile all are computed with the mask."""
+    """Return the first tile that is computed without the mask."""
     if reads_no_mask(has):
         return walk.edges
     else:
@@ -341,7 +343,7 @@ def make_shared(
     SLOTS: gl.constexpr = how.slots
     q_tiles = tiles_of(dtype, ALL, ROWS, tile.dim_block)
     o_tiles = q_tiles  # the last product with the queries is over when the output is stored
-    if tile.value_block != tile.dim_block or how.persistent:  # else the next queries had to wait
+    if tile.value_block != tile.dim_block or how.persistent:  # else the next queries would wait
         o_tiles = tiles_of(dtype, ALL, ROWS, tile.value_block)
     k_tiles = tiles_of(dtype, SLOTS, tile.columns, tile.dim_block)
     v_tiles = tiles_of(dtype, SLOTS, tile.columns, tile.value_block)
@@ -377,7 +379,7 @@ def make_shared(
 
 @gluon.jit
 def tiles_of(dtype: gl.constexpr, count: gl.constexpr, B: gl.constexpr, BD: gl.constexpr):
-    """Make room for that many tiles [B, BD]."""
+    """Allocate `count` tiles [B, BD]."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B, BD], dtype)
     return gl.allocate_shared_memory(dtype, [count, B, BD], LAYOUT)
 
@@ -454,7 +456,7 @@ def heads_of(base, sizes, strides, B: gl.constexpr, D: gl.constexpr, BD: gl.cons
 
 @gluon.jit
 def at_row(b, head, row, how: gl.constexpr):
-    """Return where the tile at a row of a head is, for its TMA descriptor."""
+    """Return the coordinates of the tile at a row of a head, for its TMA descriptor."""
     if how.persistent:
         return b.to(gl.int32), head.to(gl.int32), row, 0
     else:

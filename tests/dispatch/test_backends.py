@@ -3,9 +3,6 @@ it.
 """
 
 import inspect
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,19 +13,6 @@ import fastformer as ff
 from fastformer import current_backend, explain, use_backend
 from fastformer.dispatch import autograd, backends
 from fastformer.ops import examples
-
-
-def run(code, **environment):
-    """Runs code in a fresh interpreter."""
-    clean = {
-        k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FASTFORMER_BACKEND")
-    }
-    root = os.path.dirname(os.path.dirname(os.path.abspath(ff.__file__)))
-    clean["PYTHONPATH"] = root
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True
-    )
-    return result.stdout.strip() + result.stderr.strip()
 
 
 def test_use_backend_takes_effect_at_once_and_restores():
@@ -60,10 +44,10 @@ def test_use_backend_is_per_thread():
     assert seen == [backends._default]
 
 
-def test_backend_of_autograds_own_threads():
+def test_backend_of_autograds_own_threads(fresh):
     """Those that a GPU's backward runs in, and on a CPU a deep enough one: of who called it."""
     code = """
-import os, sys, threading, torch, fastformer as ff
+import threading, torch, fastformer as ff
 main, seen = threading.current_thread(), set()
 class Deep(torch.autograd.Function):
     @staticmethod
@@ -87,33 +71,31 @@ run()
 with ff.use_backend('reference'):
     run()
 run()
-sys.stdout.flush()
-os._exit(0)
 """
     default, chosen = (f"[(False, '{name}'), (True, '{name}')]" for name in ("auto", "reference"))
-    assert run(code).splitlines() == [default, chosen, default]
+    assert fresh(code).splitlines() == [default, chosen, default]
 
 
-def test_unknown_backend():
+def test_unknown_backend(fresh):
     with pytest.raises(
         ValueError, match="backend is 'cuda'; expected one of auto, triton, reference"
     ):
         use_backend("cuda")
     code = "import torch, fastformer as ff; ff.layer_norm(torch.ones(2), 2)"
-    assert "FASTFORMER_BACKEND is 'fast'; expected one of" in run(code, FASTFORMER_BACKEND="fast")
+    assert "FASTFORMER_BACKEND is 'fast'; expected one of" in fresh(code, FASTFORMER_BACKEND="fast")
 
 
-def test_import_touches_neither_triton_nor_a_driver():
+def test_import_touches_neither_triton_nor_a_driver(fresh):
     """And the environment chooses the backend, which is `auto` without it."""
     code = (
         "import sys, torch, fastformer as ff; torch.cuda.is_initialized() and print('cuda');"
         "print(ff.current_backend(), [m for m in sys.modules if m.split('.')[0] == 'triton'])"
     )
-    assert run(code) == "auto []"
-    assert run(code, FASTFORMER_BACKEND="reference") == "reference []"
+    assert fresh(code) == "auto []"
+    assert fresh(code, FASTFORMER_BACKEND="reference") == "reference []"
 
 
-def test_works_without_triton():
+def test_works_without_triton(fresh):
     """As on macOS and Windows: everything runs on the reference, and an explicit `triton` says what
     is missing.
     """
@@ -135,43 +117,42 @@ with ff.use_backend('triton'):
     except RuntimeError as error:
         print(error)
 """
-    lines = run(code).splitlines()
-    assert lines == [
+    assert fresh(code).splitlines() == [
         "[-1.0, 1.0]",
         "the triton backend cannot run layer_norm: triton is not installed",
     ]
 
 
-def test_triton_on_a_cpu_needs_the_interpreter():
+def test_triton_on_a_cpu_needs_the_interpreter(fresh):
     code = (
         "import torch, fastformer as ff; ff.use_backend('triton'); ff.layer_norm(torch.ones(2), 2)"
     )
-    assert "RuntimeError: the triton backend cannot run layer_norm: on a CPU" in run(code)
-    assert "TRITON_INTERPRET=1" in run(code)
+    printed = fresh(code)
+    assert "RuntimeError: the triton backend cannot run layer_norm: on a CPU" in printed
+    assert "TRITON_INTERPRET=1" in printed
 
 
 @pytest.mark.with_all
-def test_the_first_call_of_a_process_may_be_compiled():
+def test_the_first_call_of_a_process_may_be_compiled(fresh):
     """Dynamo refused to trace the import of the kernel file; every test had called it before."""
     code = (
         "import torch, fastformer as ff; ff.use_backend('triton'); x = torch.ones(2, 8);"
         "call = torch.compile(lambda x: ff.layer_norm(x, 8), fullgraph=True, backend='aot_eager');"
         "print(call(x.requires_grad_()).shape)"
     )
-    assert run(code, TRITON_INTERPRET="1") == "torch.Size([2, 8])"
+    assert fresh(code, TRITON_INTERPRET="1") == "torch.Size([2, 8])"
 
 
-def test_bfloat16_in_the_unrepaired_interpreter_is_refused():
+def test_bfloat16_in_the_unrepaired_interpreter_is_refused(fresh):
     code = (
         "import torch, fastformer as ff; ff.use_backend('triton'); {};"
         "print(ff.layer_norm(torch.ones(2).bfloat16(), 2))"
     )
-    refused = run(code.format("pass"), TRITON_INTERPRET="1")
+    refused = fresh(code.format("pass"), TRITON_INTERPRET="1")
     assert "computes bfloat16 on bit patterns" in refused and "interpreter.repair()" in refused
     repaired = "from fastformer.kernels import interpreter; interpreter.repair()"
-    assert "tensor([0., 0.], dtype=torch.bfloat16)" in run(
-        code.format(repaired), TRITON_INTERPRET="1"
-    )
+    printed = fresh(code.format(repaired), TRITON_INTERPRET="1")
+    assert "tensor([0., 0.], dtype=torch.bfloat16)" in printed
 
 
 def test_auto_on_a_cpu_is_the_reference(monkeypatch):

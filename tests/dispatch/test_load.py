@@ -177,10 +177,12 @@ def test_a_leak_is_seen(device):
     assert LEAK / 2 < size < 4 * LEAK
 
 
-@pytest.mark.skipif(HAS_GPU, reason="ten thousand launches")
-def test_many_plans(device, plans, idle):
+@pytest.mark.skipif(HAS_GPU, reason="thousands of launches")
+def test_many_plans(device, plans, idle, monkeypatch):
     """They stop at a number, however many shapes there are, and take some 4 KB each."""
     from fastformer.kernels import launch
+
+    monkeypatch.setattr(launch, "MOST_PLANS", launch.MOST_PLANS // 4)
 
     def call(queries, keys):
         q, k = (torch.empty(2, 2, n, 16, device=device) for n in (queries, keys))
@@ -190,8 +192,8 @@ def test_many_plans(device, plans, idle):
     with use_backend("triton"):
         call(100, 100)  # imports, and what torch keeps
         before = memory()
-        for queries in range(1, 100):
-            for keys in range(1, 101):
+        for queries in range(1, 48):
+            for keys in range(1, 49):
                 call(queries, keys)
             most, made = max(most, len(plans)), made | {hash(key) for key in plans}
     assert len(made) > 2 * launch.MOST_PLANS > 0
@@ -282,7 +284,7 @@ def test_first_calls_of_many_threads(device, monkeypatch):
 
 
 @pytest.mark.skipif(HAS_GPU or not hasattr(os, "fork"), reason="of the interpreter's lock")
-def test_a_fork_while_a_kernel_runs():
+def test_a_fork_while_a_kernel_runs(fresh):
     """A data loader's worker, say: no thread of the child would give the lock back."""
     code = """
 import os, signal, threading, time, torch, fastformer as ff
@@ -302,11 +304,7 @@ if not child:
     os._exit(0)
 print(os.waitpid(child, 0)[1])
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout == "0\n", done.stderr
+    assert fresh(code, TRITON_INTERPRET="1") == "0"
 
 
 @pytest.mark.gpu
@@ -425,9 +423,9 @@ class Compiler:
 
 @pytest.fixture(scope="module")
 def compilers():
-    """Three, that are ready."""
+    """Two processes, that are ready."""
     pytest.importorskip("triton")
-    made = [Compiler() for _ in range(3)]
+    made = [Compiler() for _ in range(2)]
     for compiler in made:
         assert compiler.process.stdout.readline() == "ready\n"
     yield made
@@ -436,14 +434,13 @@ def compilers():
 
 
 def test_two_processes_compile_the_same_kernel(compilers, tmp_path):
-    """At the same time, into one empty cache: one code, and a third process finds it there."""
-    *two, third = compilers
+    """At the same time, into one empty cache: one code, which the next call finds there."""
     for attempt in range(5):
         folder = tmp_path / str(attempt)
-        for compiler in two:
+        for compiler in compilers:
             compiler.start(folder)
-        answers = [compiler.finish() for compiler in two]
-        for answer in (*answers, third.compile(folder)):
+        answers = [compiler.finish() for compiler in compilers]
+        for answer in (*answers, compilers[0].compile(folder)):
             assert (answer["error"], answer["told"]) == (None, [])
             assert answer["code"] == answers[0]["code"] and len(answer["code"]) == 1
         assert answer["hit"] == [True]

@@ -28,8 +28,8 @@ def test_context_parallel_models(tmp_path, world):
     run(tmp_path, world, "context_model", "context_copy_task")
 
 
-def test_context_parallel_seeds_and_refusals(tmp_path):
-    checks = "seed", "refusals", "order", "one_row", "no_keys", "within", "copy_task"
+def test_context_parallel_seeds_edges_and_refusals(tmp_path):
+    checks = "seed", "refusals", "order", "one_row", "no_keys", "within", "copy_task", "edges"
     run(tmp_path, 2, *(f"context_{check}" for check in checks))
 
 
@@ -108,7 +108,3 @@ def test_parts_of_the_keys_are_merged(backend, name, large):
 def test_without_a_process_group():
     with pytest.raises(RuntimeError, match=r"no process group; .*init_process_group"):
         ff.context_parallel(None)
-
-
-def test_context_parallel_windows_and_the_first_seed(tmp_path):
-    run(tmp_path, 2, "context_edges")

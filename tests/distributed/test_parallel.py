@@ -47,10 +47,13 @@ def test_attention_as_dtensors(tmp_path):
 
 
 @pytest.mark.with_all
-def test_ops_as_dtensors(tmp_path):
-    """The other ops likewise, and the dropout masks of all."""
-    checks = "norms", "feed_forward", "gated_activation", "embedding", "rotary", "losses", "masks"
-    run(tmp_path, 4, *checks)
+def test_ops_as_dtensors_and_models(tmp_path):
+    """The other ops likewise, and the dropout masks of all; then parallelize, with FSDP2 and
+    checkpointing, layouts of a checkpoint, and what is refused.
+    """
+    ops = "norms", "feed_forward", "gated_activation", "embedding", "rotary", "losses", "masks"
+    models = "tensor_parallel", "torch_transformer", "composed", "layouts", "refusals"
+    run(tmp_path, 4, *ops, *models)
 
 
 def test_a_broken_rule_fails(tmp_path, request):
@@ -65,12 +68,6 @@ def test_a_broken_rule_fails(tmp_path, request):
         missed = [SHARDING[x["broken"]] for x in found if x.get("found") is False]
         assert not missed
         assert sum("broken" in x for x in found) == len(SHARDING), errors
-
-
-@pytest.mark.with_all
-def test_parallelize_models(tmp_path):
-    """parallelize, with FSDP2 and checkpointing; layouts of a checkpoint; what is refused."""
-    run(tmp_path, 4, "tensor_parallel", "torch_transformer", "composed", "layouts", "refusals")
 
 
 @pytest.mark.with_slow
@@ -89,21 +86,13 @@ def test_death_and_resumption(tmp_path):
         run(tmp_path, world, "resumes")
 
 
-def test_damaged_checkpoints(tmp_path):
-    """The newest checkpoint that can be read is taken."""
-    run(tmp_path, 2, "damaged_checkpoints")
-
-
-def test_data_parallel(tmp_path):
-    """DDP and FSDP2 on halves of a batch, on both backends; packed batches, which `parallelize`
-    takes, too.
+def test_in_two_processes(tmp_path):
+    """The newest checkpoint that can be read is taken. DDP and FSDP2 on halves of a batch, and of
+    packed batches. A training step of each method sends what it has to, and no more. DTensors of
+    few tokens, of any strides and on one device.
     """
-    run(tmp_path, 2, "data_parallel", "packed_batches")
-
-
-def test_bytes_sent(tmp_path):
-    """A training step of each way sends what it has to, and no more."""
-    run(tmp_path, 2, "bytes_sent")
+    models = "damaged_checkpoints", "data_parallel", "packed_batches", "bytes_sent"
+    run(tmp_path, 2, *models, "no_targets", "any_strides", "one_device", "gated_halves")
 
 
 def torchrun(*words):
@@ -195,7 +184,3 @@ def test_the_command_in_a_group_writes_its_files(tmp_path, monkeypatch, capsys):
 def test_without_a_process_group():
     with pytest.raises(RuntimeError, match=r"no process group; expected .*init_process_group"):
         ff.parallelize(ff.make_model(5, 5, 1, 8, 16, 2), None)
-
-
-def test_few_tokens_strides_and_devices(tmp_path):
-    run(tmp_path, 2, "no_targets", "any_strides", "one_device", "gated_halves")

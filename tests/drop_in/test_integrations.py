@@ -596,12 +596,11 @@ SEARCHES = {
     "beams": {"num_beams": 3},
     "sampling": {"do_sample": True, "top_k": 5, "temperature": 0.7},
 }
-QUANTIZED = {"fp8": "torch", "quanto": "optimum.quanto", "hqq": "hqq"}  # what it needs
 GENERATED = [
     *itertools.product(DECODERS, ["greedy"], ["dynamic", "static", None]),
     *itertools.product([llama, mistral], ["beams", "sampling"], ["dynamic", "static"]),
     *itertools.product([llama, gemma2], ["greedy"], ["offloaded", "offloaded_static"]),
-    *itertools.product([llama], ["greedy"], QUANTIZED),
+    (llama, "greedy", "fp8"),
 ]
 
 
@@ -612,9 +611,8 @@ def test_generate(make, search, cache, device, monkeypatch):
     """
     model, given = make().to(device).eval(), inputs(make, "left", device)
     options = {"use_cache": False} if cache is None else {"cache_implementation": cache}
-    if cache in QUANTIZED:
-        pytest.importorskip(QUANTIZED[cache], reason=f"the {cache} cache needs {QUANTIZED[cache]}")
-        if cache == "fp8" and not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
+    if cache == "fp8":
+        if not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
             pytest.skip(f"transformers {transformers.__version__} has no fp8 cache")
         model, options = model.double(), {"cache_implementation": "quantized"}
         options["cache_config"] = {"backend": cache}
@@ -740,6 +738,7 @@ def seen(mask, q_length, k_length):
     return weights > 0
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("padding", ["none", "ones", "left", "right"])
 @pytest.mark.parametrize("offsets", [(0, 0), (4, 0), (4, 3)], ids=str)
 @pytest.mark.parametrize("q_length", [1, 2, 5])
@@ -773,6 +772,7 @@ def test_masks(pattern, q_length, offsets, padding, monkeypatch):
         assert mask.visible.untyped_storage().nbytes() <= B * (kv_offset + k_length)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("padding", ["none", "ones", "left", "short", "long"])
 @pytest.mark.parametrize("kind", [int, torch.tensor], ids=["int", "tensor"])
 @pytest.mark.parametrize("pattern", ["causal", "window of 1", "window of 3", "window of 99"])

@@ -88,7 +88,7 @@ def test_a_forward_draws_once(make, backend):
     torch.manual_seed(0)
     model, given = make()
     with use_backend(backend):
-        for training in (True, False, True):
+        for training in (True, False):
             model.train(training)
             with Draws() as draws:
                 model(*given)
@@ -144,6 +144,7 @@ def test_a_site_does_not_depend_on_the_others(monkeypatch):
     assert seeds_of(monkeypatch, model, given) == want[:1] + want[2:20] + want[21:]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("make", [translation, stack, layer, accelerated], ids=lambda f: f.__name__)
 def test_under_checkpointing(make, use_reentrant, backend):

@@ -305,6 +305,7 @@ def options(device, h=2, sq=150, sk=200):
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", options("cpu"))
 @pytest.mark.parametrize("name", ["global and window", "rows that see nothing", "elements"])
 def test_attention(backend, device, against_oracle, name, case):

@@ -107,6 +107,7 @@ def test_given_logits(backend, device, against_oracle, case, dtype):
     against_oracle(joined(functional.cross_entropy), x, target=target, **CASES[case])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("case", list(CASES))
 def test_linear(backend, device, against_oracle, case, dtype):
@@ -255,6 +256,7 @@ WEIGHTED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ignore_index, e, smoothing, z_loss", WEIGHTED)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

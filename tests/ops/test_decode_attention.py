@@ -133,6 +133,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("names", OPTIONS)
 def test_options(split, device, names, queries):

@@ -253,6 +253,7 @@ def test_fakes(case, device, monkeypatch):
     assert compared or case is attention_weights
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
 def test_accumulators(case, dtype, device, monkeypatch):

@@ -163,6 +163,7 @@ def test_empty(backend, device):
 # ---------------------------------------------------------------------------------------- RMSNorm
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("shape, n", [((1, 5), 5), ((37, 64), 64), ((2, 3, 100), (3, 100))])
 @pytest.mark.parametrize("weight", [True, False])
@@ -200,6 +201,7 @@ def joined_sum(**inputs):
     return torch.cat(functional.dropout_add_layer_norm(**inputs))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("shape", [(1, 5), (3, 63), (37, 64), (600, 100), (2, 3, 40)], ids=str)
@@ -238,6 +240,7 @@ def rms_sum(bias=None, **inputs):
     return torch.cat(functional.dropout_add_rms_norm(**inputs))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("shape", [(3, 63), (37, 64), (2, 3, 8500)], ids=str)
@@ -316,8 +319,11 @@ def test_bias_of_the_input_by_its_parts(backend, device):
     ]
     assert all(torch.equal(grads[0][0], grad) for (grad,) in grads)
     scale = 1 / (1 - ff.checks.require_dropout("p", 0.3))
-    want = (kept.double() * ~drop).sum(0) * scale
-    torch.testing.assert_close(grads[0][0].double(), want, rtol=1e-2, atol=0)
+    terms = kept.double() * ~drop * scale
+    if backend == "reference":  # which rounds each to the dtype of the input; the kernel does not
+        terms = terms.bfloat16().double()
+    rounding = 60 * 2**-24  # of 60 positive terms added in float32
+    torch.testing.assert_close(grads[0][0].double(), terms.sum(0), rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("n", [64, 4500, 8500])

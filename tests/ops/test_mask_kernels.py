@@ -101,16 +101,10 @@ OPTIONS = {
 }
 
 
-OF_OTHER_SIZES = [
-    pytest.param(blocks, name, case, marks=[] if often else pytest.mark.with_all)
-    for blocks in ((128, 64), (64, 32), (32, 64), (128, 16))
-    for name in ("BigBird", "both ends", "prefix", "sinks and window")
-    for case in OPTIONS
-    for often in [name == "BigBird" and (blocks == (64, 32) or case.endswith("dropout"))]
-]
-
-
-@pytest.mark.parametrize("blocks, name, case", OF_OTHER_SIZES, ids=str)
+@pytest.mark.sample
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("name", ["BigBird", "both ends", "prefix", "sinks and window"])
+@pytest.mark.parametrize("blocks", [(128, 64), (64, 32), (32, 64), (128, 16)], ids=str)
 def test_tiles_of_other_sizes(against_oracle, tiles, blocks, name, case):
     """A tile of a kernel is a part of a tile of the mask; a band and lengths cut both."""
     tiles(*blocks)

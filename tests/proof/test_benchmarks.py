@@ -62,7 +62,7 @@ def row(provider, length, ms, **more):
 def results(benchmarks):
     times = {"torch": 4.0, "cudnn": 2.0, "triton": 1.0, "auto": 1.25}
     rows = [
-        row(provider, length, ms * (length / 512) ** 2, work="O(n^2 d)")
+        row(provider, length, ms * (length / 512) ** 2)
         for length in (512, 1024, 2048)
         for provider, ms in times.items()
     ]
@@ -95,17 +95,6 @@ def test_curves_hold_what_was_measured_and_the_roofline(benchmarks, results):
     (name, roofline), *others = curves(rows, "roofline").items()
     assert name == "roofline" and not others
     assert roofline == [(n, pytest.approx(10.0)) for n in (512, 1024, 2048)]
-
-
-def test_growth_is_fitted_where_the_work_is_told(benchmarks, results):
-    exponent = benchmarks.report.exponent
-    assert exponent([(n, 3 * n**1.7) for n in (64, 128, 1024)]) == pytest.approx(1.7)
-    found = {g.provider: g for g in benchmarks.report.growth(results)}
-    assert found["triton"].exponent == pytest.approx(2) == found["triton"].late
-    assert "time ~ n^2.00 over n = 512..2048" in str(found["triton"])
-    for one in results.rows:
-        del one["work"]
-    assert benchmarks.report.growth(results) == []
 
 
 def test_report_writes_tables_and_pictures(benchmarks, results, tmp_path):

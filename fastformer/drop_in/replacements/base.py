@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -166,6 +167,15 @@ def record_fallback(module: nn.Module, op: str, reason: str) -> None:
 def record_torch(op: str, reason: str) -> None:
     """Let `explain` record that torch ran `op` itself, and why."""
     backends.report(backends.Choice(op, "torch", reason))
+
+
+def sum_then_norm(
+    norm: nn.Module, x: Tensor, residual: Tensor, dropout_p: float, x_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return (norm(sum), sum) of sum = residual + dropout(x + x_bias), computed by torch."""
+    x = x if x_bias is None else (x + x_bias).to(x.dtype)
+    total = residual + F.dropout(x, dropout_p)
+    return norm.forward(total), total
 
 
 def unsupported_tensor(*tensors: Tensor | BlockMask | None) -> str | None:

@@ -5,15 +5,48 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.checks import autocast_dtype
-from fastformer.drop_in.replacements.base import Accelerated, ops_of, unsupported_weight
+from fastformer.drop_in.replacements.base import (
+    Accelerated,
+    ops_of,
+    sum_then_norm,
+    unsupported_weight,
+)
 from fastformer.ops import functional
 
 
-class FusedLayerNorm(Accelerated, nn.LayerNorm):
+class _FusedNorm(Accelerated):
+    def after_sum(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
+        x_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
+        norm: Any = self
+        bias = norm.bias if isinstance(self, nn.LayerNorm) else None
+        reason = _unsupported_norm(residual, norm.weight, bias, norm.eps)
+        if reason is not None or norm.weight is None:
+            return sum_then_norm(self, x, residual, dropout_p, x_bias)
+        inputs = _autocast_input(x), _autocast_input(residual)
+        options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
+        if isinstance(self, nn.LayerNorm):
+            found = functional.dropout_add_layer_norm(
+                *inputs, norm.weight, bias, dropout_p, norm.eps, **options
+            )
+        else:
+            found = functional.dropout_add_rms_norm(
+                *inputs, norm.weight, dropout_p, norm.eps, **options
+            )
+        normalized, total = found
+        return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
+
+
+class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         reason = _unsupported_norm(input, self.weight, self.bias, self.eps)
         if reason is not None:
@@ -23,29 +56,8 @@ class FusedLayerNorm(Accelerated, nn.LayerNorm):
                 _autocast_input(input), self.normalized_shape, self.weight, self.bias, self.eps
             )
 
-    def after_sum(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        x_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
-        reason = _unsupported_norm(residual, self.weight, self.bias, self.eps)
-        if reason is not None or self.weight is None:
-            x = x if x_bias is None else (x + x_bias).to(x.dtype)
-            total = residual + F.dropout(x, dropout_p)
-            return self.forward(total), total
-        inputs = _autocast_input(x), _autocast_input(residual)
-        options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
-        normalized, total = functional.dropout_add_layer_norm(
-            *inputs, self.weight, self.bias, dropout_p, self.eps, **options
-        )
-        return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
 
-
-class FusedRMSNorm(Accelerated, nn.RMSNorm):
+class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         reason = _unsupported_norm(x, self.weight, None, self.eps)
         if reason is not None:
@@ -53,27 +65,6 @@ class FusedRMSNorm(Accelerated, nn.RMSNorm):
         with ops_of(self):
             shape = self.normalized_shape
             return functional.rms_norm(_autocast_input(x), shape, self.weight, self.eps)
-
-    def after_sum(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        x_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
-        reason = _unsupported_norm(residual, self.weight, None, self.eps)
-        if reason is not None or self.weight is None:
-            x = x if x_bias is None else (x + x_bias).to(x.dtype)
-            total = residual + F.dropout(x, dropout_p)
-            return self.forward(total), total
-        inputs = _autocast_input(x), _autocast_input(residual)
-        options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
-        normalized, total = functional.dropout_add_rms_norm(
-            *inputs, self.weight, dropout_p, self.eps, **options
-        )
-        return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
 
 
 def _autocast_input(x: Tensor) -> Tensor:

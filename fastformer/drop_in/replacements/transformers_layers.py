@@ -29,6 +29,7 @@ from fastformer.drop_in.replacements.base import (
     has_only,
     ops_of,
     record_fallback,
+    sum_then_norm,
     unsupported_tensor,
 )
 from fastformer.nn.stream import is_unmodified
@@ -63,9 +64,7 @@ class FusedRootMeanSquareNorm(Recognized, AnySignature):
         """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
         weight = self._factor()
         if x.dtype != residual.dtype or self._unsupported_reason(x, weight) is not None:
-            x = x if x_bias is None else (x + x_bias).to(x.dtype)
-            total = residual + F.dropout(x, dropout_p)
-            return self.forward(total), total
+            return sum_then_norm(self, x, residual, dropout_p, x_bias)
         given = x, residual, weight, dropout_p, _eps(self)
         options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
         return functional.dropout_add_rms_norm(*given, **options)

@@ -66,6 +66,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "block mask, 2-D bias, causal, lengths": {
         "mask": "blocks", "bias": "2d bf16", "causal": True, "lengths": True,
     },
+    "block mask, packed, causal": {"mask": "blocks", "packed": True, "causal": True},
 }  # fmt: skip
 NOTHING = dict(
     mask="", bias="", causal=False, lengths=False, window=None, alignment="top_left", alibi=False,
@@ -143,6 +144,7 @@ _KINDS = [kind for kind in MASKS if not kind.startswith("block mask")]
 _BLOCKS = "block mask, 2-D bias, causal, lengths"
 for _arch in ("sm_90", "sm_80"):
     _add(_arch, "attention", "bf16", (64, 128), _dropped(["block mask"], *_BOTH))
+    _add(_arch, "attention", "bf16", (64, 128), ["block mask, packed, causal"])
     _add(_arch, "attention", "bf16", (64, 128), _dropped([_BLOCKS]))
 _add("sm_90", "attention", "fp32", (64,), _dropped(["block mask"]))
 _add("sm_100", "attention", "bf16", (64, 128), ["block mask"])

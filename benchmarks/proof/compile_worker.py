@@ -318,22 +318,23 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     biases = {"key": (1, 1, 1, length), "2d": (1, heads, length, length), "mask": masks["2d"]}
     biases["own"] = (batch, heads, length, length)
     needs = [True, True, True, bool(case["bias"]), case["sinks"]]
+    blocks = {}
+    if case["mask"] == "blocks":
+        case, whole = {**case, "mask": ""}, 1 if case["packed"] else batch
+        tiles = (length // 128 + length // 64) * batch // whole
+        blocks["mask_spans"] = empty(whole, 1, tiles, 5, dtype=torch.int32)
+        blocks["mask_lists"] = empty(3, 4096, dtype=torch.int16)
+        blocks["mask_bits"] = empty(1024, 256, dtype=torch.int32)
     if case["packed"]:
         offsets = empty(batch + 1, dtype=torch.int32)
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         bias = given(case, "bias", {"key": (batch * length,)})
         lengths = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=length, max_k=length)
-        arguments = pack([query, key, value, described(case, heads, None, bias, **lengths)])
+        options = described(case, heads, None, bias, **lengths, **blocks)
+        arguments = pack([query, key, value, options])
         saved = attention.packed_forward(*arguments, False)
         attention.packed_backward(torch.empty_like(saved[0]), None, *arguments, *saved, needs)
         return
-    blocks = {}
-    if case["mask"] == "blocks":
-        case = {**case, "mask": ""}
-        tiles = length // 128 + length // 64
-        blocks["mask_spans"] = empty(batch, 1, tiles, 5, dtype=torch.int32)
-        blocks["mask_lists"] = empty(3, 4096, dtype=torch.int16)
-        blocks["mask_bits"] = empty(1024, 256, dtype=torch.int32)
     mask, bias = given(case, "mask", masks), given(case, "bias", biases)
     recorder.large = {x.untyped_storage()._cdata for x in (mask, bias) if x is not None}
     lengths = empty(batch, dtype=torch.int32) if case["lengths"] else None

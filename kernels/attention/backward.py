@@ -288,9 +288,9 @@ def _dkdv_of_head(state, queries, bounds, own, rows, head, tile: tl.constexpr, h
     """Add all queries of a head to the `state`; `queries` are those of `_queries_of_keys`."""
     lo, unmasked_begin, unmasked_end, hi = queries
     if has.lists:
-        if not tile.split:
-            queries = lo, lo, lo, hi
-        lists, run, whole, edge = listed_spans(queries, bounds, tile.rows, ROWS, has)
+        lists, run, whole, edge = listed_spans(
+            queries, bounds, head.call, own.start, tile, has, True
+        )
         head = with_lists(head, lists)
         if tile.split:
             RUN: tl.constexpr = inside_run(has)
@@ -500,7 +500,7 @@ def _dq_listed(
     dq, tiles, lists, own, head, tile: tl.constexpr, has: tl.constexpr, SKIP: tl.constexpr
 ):
     """Add the tiles that a block mask leaves to dQ, see `split_at_run`."""
-    lists, run, whole, edge = listed_spans(tiles, lists, tile.columns, COLUMNS, has)
+    lists, run, whole, edge = listed_spans(tiles, lists, head.call, own.start, tile, has, False)
     head = with_lists(head, lists)
     INSIDE: tl.constexpr = inside_run(has)
     dq = _dq_tiles(dq, run, own, head, tile, INSIDE, False, SKIP)

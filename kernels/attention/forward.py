@@ -119,7 +119,7 @@ def _listed_tiles(
     state, tiles, lists, work, head, tile: tl.constexpr, has: tl.constexpr, SKIP: tl.constexpr
 ):
     """Update the online softmax with the tiles that a block mask leaves, see `split_at_run`."""
-    lists, run, whole, edge = listed_spans(tiles, lists, tile.columns, COLUMNS, has)
+    lists, run, whole, edge = listed_spans(tiles, lists, head.call, work.start, tile, has, False)
     head = with_lists(head, lists)
     INSIDE: tl.constexpr = inside_run(has)
     state = forward_tiles(state, run, work, head, tile, INSIDE, False, SKIP)

@@ -425,10 +425,12 @@ def _describe_backward(
 def supports(query: Tensor, *tensors: Tensor, **named: Any) -> str | None:
     """Return why the kernels cannot run this call, or None."""
     attention = named["attention"]
-    if attention.mask_spans is not None and attention.cu_seqlens_q is not None:
-        return "no kernel computes a BlockMask of a packed batch"
     value = named.get("value", named.get("value_pages", query))
     dim = max(query.shape[-1], value.shape[-1])
+    if attention.mask_spans is not None and attention.cu_seqlens_q is not None and dim > 128:
+        return (
+            f"the head dim is {dim}; with a BlockMask of a packed batch the kernels take up to 128"
+        )
     if dim > MAX_HEAD_DIM:  # most calls end before this
         widest = widest_head(architecture(query.device), query.dtype)
         if dim > widest:

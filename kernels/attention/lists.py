@@ -9,7 +9,8 @@ A mask is kept in tiles of 128 queries x 64 keys; `fastformer.BlockMask` describ
 
 If a band or the lengths of the keys also hide keys (`has.lists` is 2), the second loop is left out:
 the third one computes its tiles, and those of the run that the band or the length cut. Their bits
-are all set.
+are all set. In a packed batch (`has.lists` is 3), whose mask is that of all tokens, documents and
+the band inside of them leave each query one range of keys, and each key one of queries.
 
 The tile of a kernel may be smaller than that of the mask, of which it then is a part.
 """
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 from .bounds import Bounds, split_at_run
-from .scores import Head, Keys
+from .scores import Head, Keys, clamp
 
 ROWS, COLUMNS = tl.constexpr(128), tl.constexpr(64)  # queries and keys of a tile of a mask
 WORDS = tl.constexpr(256)  # of the bits of a tile
@@ -54,6 +55,8 @@ class Lists(NamedTuple):
     jump: Any = 0
     gap: Any = 0
     skip: Any = 0
+    low: Any = 0  # in a packed batch, the range low <= n < high of each query or key, [BM] or [BN]
+    high: Any = 0
 
 
 @triton.jit
@@ -96,13 +99,52 @@ def _entries_within(lists, begin, end, tiles, SIZE: tl.constexpr):
 
 
 @triton.jit
-def listed_spans(tiles, lists, width: tl.constexpr, SIZE: tl.constexpr, has: tl.constexpr):
-    """Return (lists, run, whole, edge). `run` is a span of keys or queries, see `split_at_run`,
-    whose argument `tiles` is. `whole` and `edge` are spans of the numbers that `listed_tile` takes,
-    for tiles that are `width` of the `SIZE` keys or queries of a tile of the mask.
+def _ranges(call, own, WIDTH: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
+    """Return (first, end) [WIDTH]: the keys that the queries from `own` on see by documents and
+    band or, if the program owns keys, the queries that see these. Rows past the end have the range
+    of the last one.
     """
+    mine, other, size = call.optional.slopes, call.optional.lengths, call.sizes.queries
+    left, right = call.band.left, call.band.right
+    if OWNS_KEYS:
+        mine, other, size = other, mine, call.sizes.keys
+        left, right = right, left
+    documents = call.strides.slope_batch
+    t = tl.minimum(own + tl.arange(0, WIDTH), size - 1)
+    d = tl.zeros([WIDTH], tl.int32)
+    for start in tl.range(1, documents, 16):
+        entry = start + tl.arange(0, 16)
+        offset = tl.load(mine + entry, mask=entry < documents, other=2**31 - 1)
+        d += tl.sum((offset[None, :] <= t[:, None]).to(tl.int32), 1)
+    first, end = tl.load(other + d), tl.load(other + d + 1)
+    if has.bottom_right:
+        place = t + (end - tl.load(mine + d + 1))
+    else:
+        place = t + (first - tl.load(mine + d))
+    return clamp(place - left, first, end), clamp(place + right + 1, first, end)
+
+
+@triton.jit
+def listed_spans(
+    tiles, lists, call, own, tile: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr
+):
+    """Return (lists, run, whole, edge) of the program that owns the queries or keys from `own` on.
+    `run` is a span of keys or queries, see `split_at_run`, whose argument `tiles` is. `whole` and
+    `edge` are spans of the numbers that `listed_tile` takes.
+    """
+    width: tl.constexpr = tile.rows if OWNS_KEYS else tile.columns
+    SIZE: tl.constexpr = ROWS if OWNS_KEYS else COLUMNS
     PARTS: tl.constexpr = SIZE // width
-    if has.lists == 2:
+    low, high = 0, 0
+    if has.lists == 3:
+        low, high = _ranges(call, own, tile.columns if OWNS_KEYS else tile.rows, has, OWNS_KEYS)
+        last = tl.max(high, 0)
+        begin = tl.cdiv(tl.max(low, 0), width) * width
+        unmasked_end = tl.maximum(begin, tl.min(high, 0) // width * width)
+        tiles = tl.min(low, 0) // width * width, begin, unmasked_end, last
+    if OWNS_KEYS and not tile.split:  # one loop
+        tiles = tiles[0], tiles[0], tiles[0], tiles[3]
+    if has.lists >= 2:
         bounds = Bounds(lists.run_begin, lists.run_begin, lists.run_end, lists.run_end)
         cut, run = split_at_run(tiles, bounds, width, has)
         first, last, jump, gap = cut
@@ -112,7 +154,7 @@ def listed_spans(tiles, lists, width: tl.constexpr, SIZE: tl.constexpr, has: tl.
         edge = 0, cut + (whole - begin + end - part) * PARTS, 0, 0
         lists = Lists(
             lists.run_begin, lists.run_end, begin, whole, end, lists.tiles, lists.size, lists.bits,
-            cut, first, jump, gap, part - whole,
+            cut, first, jump, gap, part - whole, low, high,
         )  # fmt: skip
         return lists, run, (0, 0, 0, 0), edge
     else:
@@ -141,7 +183,7 @@ def listed_tile(
     """
     PARTS: tl.constexpr = SIZE // width
     listed = p >= 0
-    if has.lists == 2:
+    if has.lists >= 2:
         n0 = lists.first + p * width
         n0 = tl.where(n0 < lists.jump, n0, n0 + lists.gap)
         p = p - lists.cut
@@ -149,7 +191,7 @@ def listed_tile(
         p = lists.begin * PARTS + p
     entry = p // PARTS if PARTS > 1 else p
     within = (p - entry * PARTS) * width
-    if has.lists == 2:
+    if has.lists >= 2:
         entry = tl.where(entry < lists.part, entry, entry + lists.skip)
         index = tl.load(lists.tiles + entry, mask=listed, other=0).to(tl.int32)
     else:
@@ -160,7 +202,7 @@ def listed_tile(
     slot = 0
     if EDGE:
         slot = _slot(lists, entry, listed)
-    if has.lists == 2:
+    if has.lists >= 2:
         start = tl.where(listed, start, n0)
         slot = tl.where(listed, slot, WHOLE)
     return start, slot
@@ -193,8 +235,13 @@ def listed_keys(
         if tile.columns == COLUMNS:
             words = tl.where(j < 32, words, tl.load(base + i * 2 + 1))
         seen = ((words >> (j & 6)) & (1 << (j & 25))) != 0
-    if has.lists == 2 or has.bias == 1:
+    if has.lists >= 2 or has.bias == 1:
         seen = keys.ok & seen
+    if has.lists == 3:
+        n = n0 + tl.arange(0, tile.columns)
+        if TRANSPOSED:
+            n = i0 + tl.arange(0, tile.rows)
+        seen = seen & (n[None, :] >= lists.low[:, None]) & (n[None, :] < lists.high[:, None])
     return Keys(seen, keys.bias)  # no bit is set past the last key
 
 

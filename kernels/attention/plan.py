@@ -166,6 +166,7 @@ def optional_inputs(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
     lengths = attention.key_lengths if starts is None else attention.cu_seqlens_k
     spans = attention.mask_spans
     if spans is not None:
+        slopes = slopes if starts is None else starts
         mask, starts = attention.mask_bits, attention.mask_lists
     return (
         query if mask is None else mask.view(torch.uint8) if spans is None else mask,
@@ -194,7 +195,8 @@ class Plan:
     """All that a call launches but the pointers.
 
     query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, DV]. A packed batch has B = 1, Tq
-    queries and Tk keys, and the description holds the offsets of its sequences. `launch` holds the
+    queries and Tk keys, and the description holds the offsets of its sequences. With a block mask
+    it is computed as one sequence. `launch` holds the
     kernels by name, each with all its arguments but the pointers. If `separate_max`, the forward
     saves the maximum and the log-sum of the scores as two numbers.
     """
@@ -213,8 +215,8 @@ class Plan:
         self.groups, k_rows, width = key.shape[1], key.shape[2], value.shape[3]
         self.batch, self.q_length, self.k_length = batch, q_rows, k_rows
         offsets = attention.cu_seqlens_q
-        self.packed = offsets is not None
-        if offsets is not None:
+        self.packed = offsets is not None and attention.mask_spans is None
+        if offsets is not None and self.packed:
             self.batch = offsets.shape[0] - 1
             self.q_length, self.k_length = attention.max_q, attention.max_k
         self.device, self.arch = query.device, architecture(query.device)
@@ -237,6 +239,9 @@ class Plan:
         left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in sides)
         if attention.is_causal:
             right = 0
+        documents = False  # whether a block mask makes a packed batch one sequence
+        if offsets is not None and not self.packed:
+            documents, slopes = True, (offsets.shape[0] - 1, 0)
         splits_biased = attention.bias is None or self.arch != "sm_90" or not OLD
         self.tile = Tile(
             rows=0,  # each kernel has its own
@@ -257,8 +262,8 @@ class Plan:
             bias=kinds[1],
             alibi=attention.alibi_slopes is not None,
             softcap=attention.softcap is not None,
-            left=left < UNBOUNDED,
-            right=right < UNBOUNDED,
+            left=left < UNBOUNDED and not documents,
+            right=right < UNBOUNDED and not documents,
             bottom_right=attention.causal_alignment == "bottom_right",
             lengths=attention.key_lengths is not None,
             packed=self.packed,
@@ -272,7 +277,7 @@ class Plan:
         )
         if attention.mask_spans is not None:
             cut = self.has.left, self.has.right, self.has.lengths, self.has.shard
-            self.has = self.has._replace(lists=2 if any(cut) else 1)
+            self.has = self.has._replace(lists=3 if documents else 2 if any(cut) else 1)
         rows = (*self.strides(query), *self.strides(key), *self.strides(value))
         group = self.heads // max(1, self.groups)
         softcap = 1.0 if attention.softcap is None else attention.softcap
@@ -635,7 +640,7 @@ class BackwardPlan(Plan):
             strides = dict(dk_strides=dk, dv_strides=dv, do_strides=do)
             # One loop less, which spills.
             fewer = not self.tile.split or (self.has.dropout and self.head_block > 64)
-            lists = 2 if self.has.lists and fewer else self.has.lists
+            lists = max(2, self.has.lists) if self.has.lists and fewer else self.has.lists
             has = self.has._replace(key_grad=key_grad, lists=lists)
             self.add("dkdv", backward_dkdv_kernel, self.columns, has, **strides)
         self.dq_takes_bias = False  # whether its kernel takes the gradient of the bias, too

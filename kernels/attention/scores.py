@@ -45,7 +45,7 @@ class OptionalInputs(NamedTuple):
 
     mask: Any  # [B, H, Sq, Sk] as bytes, zero masks out; or the bits of a block mask
     bias: Any  # [B, H, Sq, Sk]; in a packed batch [Tk]
-    slopes: Any  # [B, H]
+    slopes: Any  # [B, H]; for a block mask of a packed batch the offsets of the queries
     lengths: Any  # [B] keys of each sequence; in a packed batch the offsets of its keys, [B + 1]
     starts: Any  # [B + 1], the offsets of the queries in a packed batch; or a mask's lists
     seed: Any  # []
@@ -62,7 +62,8 @@ class RowStrides(NamedTuple):
 
 class Strides(NamedTuple):
     """The strides of the inputs and, expanded to [B, H, Sq, Sk] or [B, H], of `OptionalInputs`.
-    For a block mask `bounds_tile` is the number of entries of its lists.
+    For a block mask `bounds_tile` is the number of entries of its lists, and in a packed batch
+    `slope_batch` that of the sequences.
     """
 
     query_batch: Any
@@ -158,7 +159,8 @@ class Features(NamedTuple):
     key_grad: Any = False  # whether a bias that is the same for all queries needs its gradient
     bounds: Any = 0  # whether the kernel reads bounds: 1 of the mask, 2 of the bias
     sections: Any = False  # whether the programs start section by section, see `locate_block`
-    lists: Any = 0  # 1 if the mask is a block mask, 2 if a band or lengths cut it, see lists.py
+    # 1 if the mask is a block mask, 2 if a band or lengths cut it, 3 documents, see lists.py
+    lists: Any = 0
 
 
 # -------------------------------------------------------------------- groups that a program makes
@@ -344,7 +346,7 @@ def locate_sequence(optional, sizes, b, has: tl.constexpr):
         first_key = (b * 0).to(tl.int64)
         queries = sizes.queries
         length = sizes.keys
-        if has.shard:
+        if has.shard and has.lists < 3:  # documents are complete
             shard = sizes.shard
             length = shard.keys
         if has.lengths:
@@ -352,7 +354,7 @@ def locate_sequence(optional, sizes, b, has: tl.constexpr):
     shift = 0
     if has.bottom_right:
         shift = length - queries
-    if has.shard and not has.packed:
+    if has.shard and not has.packed and has.lists < 3:
         if has.bottom_right:
             shift += queries - shard.queries
         shift += moved(sizes, has)

@@ -415,32 +415,65 @@ def images(tokens):
     return ff.block_mask(mod, Sq=tokens, Sk=tokens)
 
 
-@pytest.mark.parametrize("more", [{}, dict(is_causal=True, window=(30, 5)), dict(dropout_p=0.3)])
-def test_packed(device, against_oracle, more):
-    """With an empty document; the oracle has the mask and the documents in one tensor."""
-    starts = [0, 50, 50, 160, 200]
-    offsets = torch.tensor(starts, dtype=torch.int32)
-    mask = images(200)
-    x = {name: torch.randn(200, 2, 16) for name in ("query", "key", "value")}
-    rows = [range(a, b) for a, b in itertools.pairwise(starts)]
+PACKED = {
+    "causal, window": dict(is_causal=True, window=(30, 5)),
+    "from below, dropout": dict(
+        is_causal=True, causal_alignment="bottom_right", dropout_p=0.3, dropout_seed=7
+    ),
+    "a shard of heads": dict(shard=(0, 2, 0, 0, 6, 0, 0), dropout_p=0.3, dropout_seed=7),
+    "window from below": dict(window=(3, None), causal_alignment="bottom_right", softcap=3.0),
+    "window": dict(window=(None, 10)),
+    "plain": {},
+}
 
-    def call(query, key, value):
+
+RARE = [pytest.param(x, marks=pytest.mark.with_all) for x in list(PACKED)[2:]]
+
+
+@pytest.mark.parametrize("case", [*list(PACKED)[:2], *RARE])
+def test_packed(backend, device, against_oracle, case):
+    """Documents of which one is empty, and one has no keys. The oracle has the mask, the documents
+    and the band in one tensor of one sequence.
+    """
+    queries, keys = [0, 50, 50, 160, 200], [0, 30, 30, 200, 200]
+    q, k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, keys))
+    more, mask = dict(PACKED[case]), images(200).to(device)
+    names = "query", "key", "value"
+    x = {n: torch.randn(200, 2 + 2 * (n == "query"), 16, device=device) for n in names}
+    x |= dict(bias=torch.randn(200, device=device), sinks=torch.randn(4, device=device))
+    seen = torch.zeros(200, 200, dtype=torch.bool, device=device)
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(queries), itertools.pairwise(keys)):
+        i, j = torch.arange(q1 - q0, device=device)[:, None], torch.arange(k1 - k0, device=device)
+        i = i + (k1 - k0 - q1 + q0 if "causal_alignment" in more else 0)
+        left, right = more.get("window", (None, None))
+        right = 0 if "is_causal" in more else right
+        seen[q0:q1, k0:k1] = (j >= i - (left or 0)) | (left is None)
+        seen[q0:q1, k0:k1] &= (j <= i + (right or 0)) | (right is None)
+
+    def call(query, key, value, **given):
         if not eager.formula.always:
-            more.update(dropout_seed=7) if more.get("dropout_p") else None
-            given = query, key, value, offsets, offsets, 120, 120
-            return ff.packed_attention(*given, attn_mask=mask, **more)
-        outputs = []
-        for b, own in enumerate(rows):
-            at = slice(own.start, own.stop)
-            q, k, v = (t[at].transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-            seen = mask.dense()[..., at, at]
-            place = dict(shard=(b, 0, 0, 0, 2, 120, 120)) if more.get("dropout_p") else {}
-            out = ff.scaled_dot_product_attention(q, k, v, seen, **more, **place)
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs)
+            out, lse = ff.packed_attention(
+                query, key, value, q, k, 120, 180, attn_mask=mask, return_lse=True, **given, **more
+            )
+        else:
+            own = {n: more[n] for n in ("dropout_p", "dropout_seed", "softcap") if n in more}
+            own |= dict(shard=(0, 2, 0, 0, 6, 200, 200)) if "shard" in more else {}
+            heads = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+            out, lse = ff.scaled_dot_product_attention(
+                *heads, mask.dense() & seen, enable_gqa=True, return_lse=True, **given, **own
+            )
+            out, lse = out[0].transpose(0, 1), lse[0]
+        return torch.cat([out, lse.t().unsqueeze(-1)], -1)
 
-    with ff.use_backend("reference"):
-        against_oracle(call, x)
+    against_oracle(call, x)
+
+
+def test_packed_calls_that_do_not_fit(device):
+    x = {name: torch.randn(200, 2, 16) for name in ("query", "key", "value")}
+    mask, offsets = images(200), torch.tensor([0, 80, 200], dtype=torch.int32)
+    with pytest.raises(ValueError, match="attn_mask and alibi_slopes"):
+        ff.packed_attention(**x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=120, max_k=120,
+                            attn_mask=mask, alibi_slopes=torch.rand(2))  # fmt: skip
     with pytest.raises(TypeError, match="BlockMask"):
         ff.packed_attention(**x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=120, max_k=120,
                             attn_mask=mask.dense())  # fmt: skip

@@ -6,38 +6,80 @@ from mutants import LISTS
 from test_block_mask import attend, inputs
 
 import fastformer as ff
-from fastformer import use_backend
+from fastformer import eager, use_backend
 
-plan = pytest.importorskip("fastformer.kernels.attention.plan")
+pytest.importorskip("fastformer.kernels.attention.plan")
 
 N = 450
+
+
+def often(names, *chosen):
+    """The chosen cases; the others are marked with_all."""
+    marks = {name: [] if name in chosen else [pytest.mark.with_all] for name in names}
+    return [pytest.param(name, marks=marks[name], id=name) for name in names]
 
 
 def patterns():
     """Masks [N, N] by name, with and without holes."""
     i, j = torch.arange(N)[:, None], torch.arange(N)
-    causal, near = j <= i, (i - j).abs() <= 30
+    causal, distance, row, column = j <= i, (i - j).abs(), i // 64, j // 64
     generator = torch.Generator().manual_seed(3)
-    parents = [int(torch.randint(max(0, n - 6), n, (), generator=generator)) for n in range(1, 29)]
-    above = torch.eye(29, dtype=torch.bool)
-    for node, parent in enumerate(parents, 1):
-        above[node] |= above[parent]
-    blocks = torch.rand(8, 8, generator=generator) < torch.tensor([[0.3]])
-    document = torch.bucketize(torch.arange(N), torch.tensor([90, 100, 300]), right=True)
+
+    def documents(*starts):
+        document = torch.bucketize(torch.arange(N), torch.tensor(starts), right=True)
+        return document[:, None] == document
+
+    def tree(parents):
+        above = torch.eye(len(parents) + 1, dtype=torch.bool)
+        for node, parent in enumerate(parents, 1):
+            above[node] |= above[parent]
+        return causal & above[i // 16, j // 16]
+
+    def blocks(share):
+        return (torch.rand(8, 8, generator=generator) < share)[row, column]
+
+    drawn = [int(torch.randint(max(0, n - 6), n, (), generator=generator)) for n in range(1, 29)]
     found = {
         "causal": causal,
-        "documents": causal & (document[:, None] == document),
+        "documents": causal & documents(90, 100, 300),
+        "documents, both ways": documents(90, 100, 300),
+        "documents of a tile": documents(128, 256, 384),
+        "documents of 64, causal": causal & documents(*range(64, N, 64)),
+        "one long document": documents(1, N - 1),
+        "short documents": documents(*range(7, N, 7)),
         "prefix": causal | (j < 200),
+        "short prefix": causal | (j < 1),
+        "prefix of whole tiles": causal | (j < 256),
+        "documents and prefix": documents(90, 300) & (causal | (j < 200)),
         "padding": j < 300,
+        "padding at a tile": j < 320,
         "padding on the left": j >= 200,
+        "much padding on the left": j >= N - 5,
         "window": causal & (i - j < 70),
-        "Longformer": near | (i < 3) | (j < 3),
-        "BigBird": near | (i < 64) | (j < 64) | blocks[i // 64, j // 64],
+        "wide window": causal & (i - j < 200),
+        "narrow window": causal & (i - j < 2),
+        "window, both ways": distance <= 30,
+        "wide window, both ways": distance <= 150,
+        "dilated window": (distance <= 100) & (distance % 3 == 0),
+        "window to the right": (j >= i) & (j - i <= 90),
+        "Longformer": (distance <= 30) | (i < 3) | (j < 3),
+        "Longformer, a token in the middle": (distance <= 30) | (i == 222) | (j == 222),
+        "Longformer, causal": causal & ((distance <= 64) | (i < 64) | (j < 64)),
+        "BigBird": (distance <= 30) | (i < 64) | (j < 64) | blocks(0.3),
+        "BigBird, few blocks": (distance <= 64) | (i < 2) | (j < 2) | blocks(0.1),
+        "BigBird, causal": causal & ((distance <= 30) | (j < 64) | blocks(0.3)),
         "sinks and window": causal & ((i - j < 40) | (j < 4)),
-        "tree": causal & above[i // 16, j // 16],
-        "blocks": blocks[i // 64, j // 64],
+        "a sink and window": causal & ((i - j < 130) | (j < 1)),
+        "sinks of a tile and window": causal & ((i - j < 64) | (j < 64)),
+        "tree": tree(drawn),
+        "binary tree": tree([(n - 1) // 2 for n in range(1, 29)]),
+        "star": tree([0] * 28),
+        "blocks": blocks(0.3),
+        "few blocks": blocks(0.05),
+        "blocks, causal": causal & blocks(0.3),
         "both ends": (j < 64) | (j >= 400),
-        "every other 64 keys": j // 64 % 2 == 0,
+        "both ends of all": ((j < 30) | (j >= N - 30)) & ((i < 200) | (i >= 260)),
+        "every other 64 keys": column % 2 == 0,
         "elements": torch.rand(N, N, generator=generator) < 0.3,
         "none": j < 0,
     }
@@ -47,28 +89,40 @@ def patterns():
 PATTERNS = patterns()
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_tiles_that_are_visited(work, name):
-    """Those of which an element is seen, forward and backward; and only of those that are partly
-    seen the bits are read.
+@pytest.mark.all_cases
+@pytest.mark.parametrize("name", often(PATTERNS, "documents", "sinks and window", "few blocks"))
+def test_masks(work, against_oracle, name):
+    """The tiles that are visited are those of which an element is seen, forward and backward, and
+    only of those that are partly seen the bits are read. Results and gradients are those of the
+    tensor in float64, with the same dropout.
     """
     mask = PATTERNS[name]
     tiles = torch.zeros(512, 512, dtype=torch.bool)
     tiles[:N, :N] = mask
     seen = int(tiles.view(4, 128, 8, 64).any(3).any(1).sum())
-    x = [torch.randn(1, 1, N, 16, requires_grad=True) for _ in range(3)]
-    block, out = ff.block_mask(mask), []
+    block, counts = ff.block_mask(mask), []
     slots = block.slots()
     whole, part = int((slots == 1).sum()), int((slots > 1).sum())
     assert seen == whole + part
+
+    def call(**x):
+        if eager.formula.always:
+            return ff.scaled_dot_product_attention(**x, attn_mask=mask, **OPTIONS["dropout"])
+        out, options = [], OPTIONS["dropout"] | dict(attn_mask=block)
+        found = work(lambda: out.append(ff.scaled_dot_product_attention(**x, **options)))
+        counts.append((found, found.products, found.launches, found.unmasked))
+        return out[0]
+
     with use_backend("triton"):
-        found = work(lambda: out.append(ff.scaled_dot_product_attention(*x, block)))
-        assert (found.products, found.launches) == (2 * seen, 1)
-        listed = int(block.spans[0, 0, :4, 3].sum())
-        # Of each program five numbers of its spans and the queries. Of a whole tile keys and
-        # values, and its place if it is in a list; of a part also its slot, and two words a query.
-        assert found.unmasked == 4 * 6 + 2 * whole + listed + 3 * part
-        assert work(out[0].sum().backward).products == 3 * seen + 4 * seen
+        tensors = inputs("cpu", b=1, h=1, sq=N, sk=N)
+        against_oracle(call, tensors, only_zeros=not mask.any())
+    found, products, launches, unmasked = counts[-1]
+    assert (products, launches) == (2 * seen, 1)
+    listed = int(block.spans[0, 0, :4, 3].sum())
+    # Of each program five numbers of its spans, the queries and the seed. Of a whole tile keys and
+    # values, and its place if it is in a list; of a part also its slot, and two words a query.
+    assert unmasked == 4 * 7 + 2 * whole + listed + 3 * part
+    assert found.products - products == 3 * seen + 4 * seen
 
 
 @pytest.mark.parametrize("name", ["documents", "Longformer", "BigBird", "both ends", "none"])
@@ -84,6 +138,23 @@ def test_tiles_that_a_band_and_lengths_leave(work, name):
     block, visited = ff.block_mask(mask), int((seen & within).sum())
     with use_backend("triton"):
         found = work(lambda: out.append(ff.scaled_dot_product_attention(*x, block, **options)))
+        assert found.products == 2 * visited
+        assert work(out[0].sum().backward).products == 7 * visited
+
+
+@pytest.mark.parametrize("name", ["documents", "Longformer", "BigBird", "blocks", "both ends"])
+def test_tiles_that_documents_leave(work, name):
+    """Of those that the mask of a packed batch shows, the ones within its documents."""
+    starts, mask = torch.tensor([0, 90, 90, 100, 300, N]), PATTERNS[name]
+    document = torch.bucketize(torch.arange(N), starts[1:-1], right=True)
+    reached = torch.zeros(2, 512, 512, dtype=torch.bool)
+    reached[0, :N, :N], reached[1, :N, :N] = mask, document[:, None] == document
+    shown, within = reached.view(2, 4, 128, 8, 64).any(4).any(2)
+    x, out = [torch.randn(N, 1, 16, requires_grad=True) for _ in range(3)], []
+    options = dict(attn_mask=ff.block_mask(mask), dropout_p=0.3, dropout_seed=5)
+    given, visited = [starts.int()] * 2 + [210] * 2, int((shown & within).sum())
+    with use_backend("triton"):
+        found = work(lambda: out.append(ff.packed_attention(*x, *given, **options)))
         assert found.products == 2 * visited
         assert work(out[0].sum().backward).products == 7 * visited
 
@@ -183,6 +254,23 @@ def test_what_explain_says():
     assert "only tiles that the mask shows are visited" in said
 
 
+def attend_documents(dense):
+    """Packed attention, causal from below, with a block mask, and in the oracle with a tensor."""
+    queries, keys = (torch.tensor(x, dtype=torch.int32) for x in ([0, 64, 200], [0, 90, 200]))
+    i, j = torch.arange(200)[:, None], torch.arange(200)
+    seen = dense & (((i < 64) & (j <= i + 26)) | ((i >= 64) & (j >= 90) & (j <= i)))
+    seen &= (i >= 64) | (j < 90)
+    options = dict(attn_mask=ff.block_mask(dense), is_causal=True, causal_alignment="bottom_right")
+
+    def call(query, key, value):
+        if not eager.formula.always:
+            return ff.packed_attention(query, key, value, queries, keys, 136, 110, **options)
+        heads = (x.transpose(0, 1) for x in (query, key, value))
+        return ff.scaled_dot_product_attention(*heads, seen).transpose(0, 1)
+
+    return call
+
+
 @pytest.mark.parametrize("bug", [None, *LISTS])
 def test_a_planted_bug_is_caught(against_oracle, small_tiles, plant_and_check, bug):
     from fastformer.kernels import attention
@@ -191,10 +279,13 @@ def test_a_planted_bug_is_caught(against_oracle, small_tiles, plant_and_check, b
     mask = torch.stack([PATTERNS[name][:270, 30:450] for name in names]).view(2, 2, 270, 420)
     tensors = inputs("cpu", sq=270, sk=420, d=4) | dict(bias=torch.randn(270, 420))
 
+    packed = {name: torch.randn(200, 2, 4) for name in ("query", "key", "value")}
+
     def check():
         against_oracle(attend(mask), tensors, window=(300, 5))
         for blocks in ((128, 64), (64, 16)):
             with small_tiles(*blocks):
                 against_oracle(attend(mask), tensors)
+                against_oracle(attend_documents(PATTERNS["blocks"][:200, :200]), packed)
 
     plant_and_check(attention, LISTS.get(bug), check)

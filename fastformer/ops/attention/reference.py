@@ -32,6 +32,7 @@ from fastformer.ops.attention.masks import (
     left_by,
     score_terms,
     visible_keys,
+    without_blocks,
 )
 from fastformer.ops.attention.tiles import by_tiles, computes_by_tiles
 from fastformer.ops.dropout import dropout_scale, dropped, kept, with_zeros, without
@@ -111,7 +112,7 @@ def _with_block_mask(
     if computes_by_tiles(query, attention):
         key, value = (_grouped(x, query.shape[1]) for x in (key, value))
         return by_tiles(attention_block, query, key, value, attention, return_lse)
-    attention = attention.with_dense_mask(query.shape[2], key.shape[2])
+    attention = without_blocks(query, key, attention)
     return attention_block(query, key, value, attention, return_lse)
 
 
@@ -386,16 +387,12 @@ def packed_attention(
     seen = None if bias is None else left_by(bias)
     if seen is not None:  # a masked key may hold NaN, and 0 times NaN is NaN
         key, value = (x.masked_fill(~seen.view(-1, 1, 1), 0.0) for x in (key, value))
-    if attention.mask_spans is not None:
-        attention = attention.with_dense_mask(query.shape[0], key.shape[0])
-        mask, starts = attention.attn_mask, (cu_seqlens_q, cu_seqlens_k)
-        assert mask is not None
-        i, j = (
-            (cu[:-1, None] + torch.arange(length, device=cu.device)).clamp(max=max(0, n - 1))
-            for cu, length, n in zip(starts, (max_q, max_k), mask.shape[2:])
-        )
-        mask = mask[0][:, i.unsqueeze(2), j.unsqueeze(1)].transpose(0, 1)
-        attention = attention._replace(attn_mask=mask)
+    if attention.mask_spans is not None:  # the tokens are one sequence, which the documents mask
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        found = scaled_dot_product_attention(q, k, v, attention, return_lse)
+        out, *lse = found if return_lse else (found,)
+        return (out[0].transpose(0, 1), lse[0][0]) if lse else out[0].transpose(0, 1)
+    attention = attention._replace(cu_seqlens_q=None, cu_seqlens_k=None)
     q, k, v = (
         x.new_zeros(batch, length, *x.shape[1:]).index_put(at, x).transpose(1, 2)
         for x, at, length in ((query, rows, max_q), (key, columns, max_k), (value, columns, max_k))

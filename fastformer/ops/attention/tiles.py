@@ -15,8 +15,10 @@ from fastformer.mask_tiles import COLUMNS, ROWS, UNSEEN, tile_elements, tile_slo
 from fastformer.ops.attention.masks import (
     added_to_scores,
     diagonal_shift,
+    documents,
     hidden_rows,
     visible_keys,
+    without_blocks,
 )
 
 Attend = Callable[..., Any]  # `reference.attention_block`
@@ -118,14 +120,20 @@ def _blocks(call: _Call, query: Tensor, key: Tensor, bias: Tensor | None) -> Ite
         mask_spans=None,
         mask_lists=None,
         mask_bits=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
     )
     for t, visited in enumerate((slots != UNSEEN).flatten(0, 1).any(0)):
         rows = slice(t * ROWS, min(q_length, (t + 1) * ROWS))
+        i = torch.arange(rows.start, rows.stop).view(-1, 1)
+        if attention.cu_seqlens_q is not None:
+            first, end, _ = documents(i, attention)
+            visited[: int(first.min()) // COLUMNS] = False
+            visited[-(-int(end.max()) // COLUMNS) :] = False
         runs: list[range] = []
         for first in (visited.nonzero().flatten() * COLUMNS).tolist():
             start = runs.pop().start if runs and runs[-1].stop == first else first
             runs.append(range(start, min(first + COLUMNS, k_length)))
-        i = torch.arange(rows.start, rows.stop).view(-1, 1)
         columns = torch.tensor([j for run in runs for j in run], dtype=torch.int64)
         if attention.dropout_p:
             own = own._replace(shard=shard._replace(query=shard.query + rows.start))
@@ -161,7 +169,7 @@ class _TiledAttention(torch.autograd.Function):
         query, key, _, bias, _ = inputs
         if torch.is_grad_enabled():  # to be differentiated again, by the formula
             views = [None if x is None else x.view_as(x) for x in inputs]
-            dense = call.attention.with_dense_mask(query.shape[2], key.shape[2])
+            dense = without_blocks(query, key, call.attention)
             with use_formula():
                 found = call.on(views, dense)
             return None, *_gradients(found, views, (grad, grad_log), True)

@@ -16,6 +16,7 @@ the timing.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import statistics
@@ -165,6 +166,89 @@ def without_padding(translates: bool) -> tuple[Call, Call]:
     return lambda: step(True), lambda: step(False)
 
 
+# ------------------------------------------------------------------------------- existing models
+
+
+def _pass(model: nn.Module, *inputs: Tensor, trains: bool) -> Call:
+    """Return a call of the model, with a backward if it trains."""
+    model.train(trains)
+
+    def step() -> None:
+        with torch.set_grad_enabled(trains):
+            out = model(*inputs)
+        if trains:
+            model.zero_grad()
+            out.sum().backward()
+
+    return step
+
+
+def _accelerated(model: nn.Module, *inputs: Tensor, trains: bool) -> tuple[Call, Call]:
+    """Return a pass of the model after `accelerate`, and of the model as it was."""
+    before = copy.deepcopy(model)
+    ff.accelerate(model)
+    return _pass(model, *inputs, trains=trains), _pass(before, *inputs, trains=trains)
+
+
+def torch_transformer(d_model: int, heads: int, batch: int, length: int) -> tuple[Call, Call]:
+    """A training pass of nn.Transformer with two layers on each side and dropout 0.1."""
+    model = nn.Transformer(d_model, heads, 2, 2, 4 * d_model, batch_first=True)
+    inputs = (torch.randn(batch, length, d_model) for _ in range(2))
+    return _accelerated(model, *inputs, trains=True)
+
+
+class RelativeGPT(nn.Module):
+    """Two layers in plain PyTorch, with a learnt bias for each distance of two tokens."""
+
+    def __init__(self, heads: int = 4, d_model: int = 64, length: int = 32) -> None:
+        super().__init__()
+        self.heads = heads
+        layer = nn.TransformerEncoderLayer(d_model, heads, 4 * d_model, 0.0, batch_first=True)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+        self.distances = nn.Parameter(torch.randn(heads, 2 * length - 1) / 10)
+        i = torch.arange(length)
+        self.register_buffer("index", i.view(-1, 1) - i + length - 1)
+        self.register_buffer("future", torch.full((length, length), -torch.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = (self.distances[:, self.index] + self.future).unsqueeze(0)
+        for layer in self.layers:
+            own = layer.self_attn
+            projected = F.linear(layer.norm1(x), own.in_proj_weight, own.in_proj_bias)
+            heads = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            out = F.scaled_dot_product_attention(*heads.unbind(0), bias)
+            x = x + own.out_proj(out.transpose(1, 2).flatten(2))
+            x = x + layer.linear2(F.gelu(layer.linear1(layer.norm2(x))))
+        return x
+
+
+def relative_gpt(trains: bool) -> tuple[Call, Call]:
+    """A pass within sdpa_override, and outside."""
+    run = _pass(RelativeGPT(), torch.randn(4, 32, 64), trains=trains)
+
+    def overridden() -> None:
+        with ff.sdpa_override():
+            run()
+
+    return overridden, run
+
+
+def vit(trains: bool) -> tuple[Call, Call]:
+    """ViT of transformers with two layers of width 64 on 17 patches, dropout 0.1."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256,
+        image_size=32, patch_size=8, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+    )  # fmt: skip
+
+    class Logits(ViTForImageClassification):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).logits
+
+    return _accelerated(Logits(config), torch.randn(4, 3, 32, 32), trains=trains)
+
+
 # -------------------------------------------------------------------------------------- decoding
 
 D_MODEL, LAYERS, HEADS, VOCAB, PROMPT, LENGTH = 256, 4, 4, 1000, 16, 80
@@ -256,9 +340,29 @@ def linear_cross_entropy(classes: int) -> tuple[Call, Call]:
     return differentiated(ff.linear_cross_entropy), differentiated(plain)
 
 
-GPT_2 = "GPT-2 of transformers, `generate`"
+GPT_2, BEFORE = "GPT-2 of transformers, `generate`", "the model before `accelerate`"
+EXISTING = [
+    Case(
+        "nn.Transformer, d=64, 4 x 12 tokens, training, dropout 0.1",
+        BEFORE, lambda: torch_transformer(64, 4, 4, 12), False,
+    ),
+    Case(
+        "nn.Transformer, d=256, 8 x 64 tokens, training, dropout 0.1",
+        BEFORE, lambda: torch_transformer(256, 8, 8, 64), False,
+    ),
+    Case(
+        "GPT with a relative bias, d=64, 4 x 32 tokens, by `sdpa_override`, training",
+        "the model outside of it", lambda: relative_gpt(True), False,
+    ),
+    Case(
+        "the same, evaluation", "the model outside of it", lambda: relative_gpt(False), False
+    ),
+    Case("ViT, d=64, 4 x 17 patches, training, dropout 0.1", BEFORE, lambda: vit(True), False),
+    Case("the same, evaluation", BEFORE, lambda: vit(False), False),
+]  # fmt: skip
 CASES = [
     Case("training step of the copy task, d=64, dropout 0.1", "nn.Transformer", copy_task, False),
+    *EXISTING,
     Case(
         "encoder layer, d=512, 4 x 128 tokens, forward and backward",
         "nn.TransformerEncoderLayer", encoder_layer, False,

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastformer.checks import seed_tensor
 from fastformer.description import Attention
 from fastformer.dispatch import autograd, measurements
 from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
@@ -59,10 +60,12 @@ _default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 _TUNED = "fastformer.kernels.tuned"
 _FIRST = "fastformer: first"  # a key like _CHOICE
 _DTENSOR = "torch.distributed.tensor"
+_DISTRIBUTED = torch.distributed.is_available()
 _kernels: dict[str, ModuleType] = {}
 _on_a_cpu: dict[str, Choice] = {}  # by op: the choice of "auto" for tensors on a CPU
 _explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
 _autocasts = torch._C._is_any_autocast_enabled
+_transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None without any
 _ON_A_CPU = ("auto", "reference")  # the backends that run the reference on a CPU
 # The innermost `context_parallel` of the process. It knows the global positions of local rows.
 _context: Any = None
@@ -126,11 +129,11 @@ def _inherited() -> str | None:
 
 def runs_directly() -> bool:
     """Return whether an op on plain tensors of the CPU runs on the reference, and nothing else is
-    to be done: nothing observes, explains, logs, shards, casts or traces the call.
+    to be done: nothing observes, explains, logs, shards, casts, transforms or traces the call.
 
     A contract may then skip the dispatch. This looks at the state of the thread once.
     """
-    if torch.compiler.is_compiling() or _context is not None or _autocasts():
+    if torch.compiler.is_compiling() or _context is not None or _autocasts() or _transforms():
         return False
     state = _state.__dict__
     return (
@@ -140,6 +143,28 @@ def runs_directly() -> bool:
         and not formula.always
         and not _log.isEnabledFor(logging.INFO)
     )
+
+
+def draws_by_torch(device: torch.device) -> bool:
+    """Return whether dropout without a seed is torch's own here, which costs less on a CPU: with
+    the backend "auto", where no other process and no shard has to draw the same mask.
+    """
+    return (
+        device.type == "cpu"
+        and current_backend() == "auto"
+        and _context is None
+        and _first() is None
+        and not (_DISTRIBUTED and torch.distributed.is_initialized())
+    )
+
+
+def seed_for(
+    dropout_seed: int | torch.Tensor | None, p: float, device: torch.device, shard: object = None
+) -> torch.Tensor | None:
+    """Return the seed of a call, as `seed_tensor` does; None also where torch draws the mask."""
+    if p and dropout_seed is shard is None and draws_by_torch(device):
+        return None
+    return seed_tensor(dropout_seed, p, device)
 
 
 class Choice(NamedTuple):

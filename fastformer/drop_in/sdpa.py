@@ -18,6 +18,7 @@ from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import record_torch, unsupported_tensor
 from fastformer.mask_tiles import BlockMask
 from fastformer.ops import functional
+from fastformer.ops.attention.by_torch import usual_call
 
 
 class sdpa_override(TorchFunctionMode):
@@ -61,6 +62,10 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    if not dropout_p and scale is None and not enable_gqa and backends.runs_directly():
+        out = usual_call(query, key, value, attn_mask, is_causal, None)
+        if out is not None:
+            return out
     reason = (
         _unsupported_input(query, key, value, attn_mask)
         or _unsupported_heads(query, key, value, enable_gqa)

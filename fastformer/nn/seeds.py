@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checks import draw_seeds
+from fastformer.dispatch import backends
 
 
 class Seeds:
@@ -25,14 +26,11 @@ class Seeds:
         """Return the seeds without those of the next sites."""
         return Seeds(self.sites, self.first + sites, self._drawn)
 
-    @property
-    def drawn(self) -> Tensor | None:
-        """The seeds of all sites, [sites]; None before the first site has asked for one."""
-        return self._drawn[0] if self._drawn else None
-
-    def of(self, site: int, device: torch.device) -> Tensor:
-        """Return the seed [1] of a site, on the device of its input."""
+    def of(self, site: int, device: torch.device) -> Tensor | None:
+        """Return the seed [1] of a site, on the device of its input; None where torch draws."""
         drawn = self._drawn
+        if backends.draws_by_torch(device):
+            return None
         if not drawn or drawn[0].device != device:  # a model may lie on several devices
             seeds = draw_seeds(self.sites, device)
             drawn[:] = [seeds, *seeds.split(1)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from types import NoneType
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache, LayerCache
 from fastformer.checks import require_callable, require_flag, require_instance
-from fastformer.dispatch import backends
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import clones
@@ -21,7 +19,6 @@ from fastformer.nn.norms import SublayerConnection, make_norm, require_norm_inpu
 from fastformer.nn.padding import Packing
 from fastformer.nn.seeds import Seeds, runs_forward_of
 from fastformer.nn.stream import ResidualStream, fuses_sum, is_unmodified
-from fastformer.ops.dropout import drawn_ahead
 
 
 class _Stack(nn.Module):
@@ -58,24 +55,18 @@ class _Stack(nn.Module):
         model, from this stack on; None for a stack that runs alone.
         """
         stream = ResidualStream(x, Seeds(self._sites) if seeds is None else seeds)
-        ahead: AbstractContextManager[None] = nullcontext()
-        if self.training and x.is_cpu and backends.runs_directly():
-            shapes = [y.shape if isinstance(y, Tensor) else None for y in (x, *context)]
-            name = kind, stream.seeds.sites, stream.seeds.first, *shapes
-            ahead = drawn_ahead(name, stream.seeds)
-        with ahead:
-            for i, layer in enumerate(self.layers):
-                own = () if cache is None else (cache.layer(i),)
-                followed = i + 1 < len(self.layers) or fuses_sum(self.norm)
-                stream.ends_at = None if followed else getattr(layer, "_sites", 0) - 1
-                if type(layer) is kind and is_unmodified(layer):
-                    layer._through(stream, *context, *own, **options)
-                else:  # the layer is of another class or has hooks
-                    given = {"_seeds": stream.seeds} if runs_forward_of(layer, kind) else {}
-                    y = layer(stream.value(), *context, *own, **options, **given)
-                    stream = ResidualStream(y, stream.seeds)
-                stream.seeds = stream.seeds.after(getattr(layer, "_sites", 0))
-            return stream.normalize(self.norm)
+        for i, layer in enumerate(self.layers):
+            own = () if cache is None else (cache.layer(i),)
+            followed = i + 1 < len(self.layers) or fuses_sum(self.norm)
+            stream.ends_at = None if followed else getattr(layer, "_sites", 0) - 1
+            if type(layer) is kind and is_unmodified(layer):
+                layer._through(stream, *context, *own, **options)
+            else:  # the layer is of another class or has hooks
+                given = {"_seeds": stream.seeds} if runs_forward_of(layer, kind) else {}
+                y = layer(stream.value(), *context, *own, **options, **given)
+                stream = ResidualStream(y, stream.seeds)
+            stream.seeds = stream.seeds.after(getattr(layer, "_sites", 0))
+        return stream.normalize(self.norm)
 
 
 class Encoder(_Stack):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.description import row_shard
-from fastformer.eager import may_read
+from fastformer.eager import eager, may_read
 
 # Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") with 7 rounds:
 # Philox2x32 draws the words of tiles (`dropped`), Philox4x32 those of rows (`dropped_rows`).
@@ -102,7 +101,7 @@ def dropped(
     (seed, batch_head, i, j) alone.
     """
     if may_read(seed):
-        return _drawn(_dropped, seed, batch_heads, rows, columns, p, place)
+        return _dropped(seed, batch_heads, rows, columns, p, place)
     # A single node in a graph: tracing the loops instead would recompile for each new size.
     return torch.ops.fastformer.dropped(seed, batch_heads, rows, columns, p, place)
 
@@ -119,7 +118,7 @@ def dropped_rows(
     row, column: for a shard of the matrix, its first row and column; column is a multiple of 4.
     """
     if may_read(seed):
-        return _drawn(_dropped_rows, seed, rows, columns, p, row, column)
+        return _dropped_rows(seed, rows, columns, p, row, column)
     return torch.ops.fastformer.dropped_rows(seed, rows, columns, p, row, column)
 
 
@@ -297,79 +296,6 @@ def _philox_by_numpy(
     return even.reshape(2, *shape), odd.reshape(2, *shape)
 
 
-class _Ahead(threading.local):
-    """What this thread has drawn ahead, within `drawn_ahead`.
-
-    plans: by the name of a context, the draws of its last run, by site; or None. planned:
-    the seeds and the plan of this run, until the first draw. requests: the draws of this run, by
-    seed, None outside. masks: those drawn ahead, by seed and draw.
-    """
-
-    def __init__(self) -> None:
-        self.plans: dict[object, dict[int, Any] | None] = {}
-        self.planned: tuple[Any, dict[int, Any]] | None = None
-        self.requests: dict[int, Any] | None = None
-        self.masks: dict[Any, Tensor] = {}
-
-    def draw(self) -> None:
-        """Draw the masks of the plan, once the seeds are known."""
-        if self.planned is None or self.planned[0].drawn is None:
-            return
-        (seeds, plan), self.planned = self.planned, None
-        for request in set(plan.values()):
-            own = seeds.drawn[[site for site, other in plan.items() if other == request]]
-            masks = request[0](own, *request[1:]).chunk(len(own))
-            self.masks.update(zip(((n, request) for n in own.tolist()), masks))
-
-
-_ahead = _Ahead()
-_MOST_AHEAD, _MOST_PLANS = 1 << 16, 256  # elements of a mask; larger ones gain nothing
-
-
-@contextmanager
-def drawn_ahead(name: object, seeds: Any) -> Iterator[None]:
-    """A context that draws the masks of equal sizes in one pass, on a CPU: a small mask alone costs
-    as much overhead as arithmetic.
-
-    It expects the draws that the last context of this name made, at the same sites. A mask that was
-    expected wrongly is not used, so that the context changes the time alone.
-
-    seeds: the `Seeds` of the model. name: of contexts with as many sites.
-    """
-    state = _ahead
-    if state.requests is not None:  # within another one
-        yield
-        return
-    plan = state.plans.pop(name, {})
-    state.planned, state.requests = (seeds, plan) if plan else None, {}
-    try:
-        yield
-    finally:
-        if len(state.plans) >= _MOST_PLANS:
-            state.plans.clear()
-        # Masks that are left over were expected wrongly: none of this name are, from now on.
-        requests, state.requests = state.requests, None
-        known = enumerate(seeds.drawn.tolist() if requests and seeds.drawn is not None else [])
-        found = {site: requests[n] for site, n in known if n in requests}
-        state.plans[name] = None if state.masks or plan is None else found
-        state.planned = None
-        state.masks.clear()
-
-
-def _drawn(draw: Callable[..., Tensor], seed: Tensor, *given: Any) -> Tensor:
-    """Return draw(seed, *given), which may have been drawn ahead."""
-    if _ahead.requests is None or not seed.is_cpu:
-        return draw(seed, *given)
-    _ahead.draw()
-    number, request = int(seed), (draw, *given)
-    mask = _ahead.masks.pop((number, request), None)
-    if mask is None:
-        mask = draw(seed, *given)
-    if mask.numel() <= _MOST_AHEAD:
-        _ahead.requests[number] = request
-    return mask
-
-
 _library = torch.library.Library("fastformer", "FRAGMENT")
 
 
@@ -435,3 +361,22 @@ def with_zeros(y: Tensor, drop: Tensor) -> Tensor:
 
 def dropout_scale(p: float) -> float:
     return 1.0 / (1.0 - p) if p < 1 else 0.0
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Return dropout(x) by a mask of torch's generator: for a call without a seed."""
+    if not p:
+        return x
+    if x.numel() <= _FEW or x.dtype is not torch.float32 or not eager(x.detach()):
+        return F.dropout(x, p)
+    return x * dropout_factors(x, p)
+
+
+def dropout_factors(x: Tensor, p: float) -> Tensor:
+    """Return what dropout multiplies the elements of x with, by a mask of torch's generator.
+
+    A number of 64 bits serves four elements. F.dropout takes one for each, and twice the time.
+    """
+    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    kept = words.view(torch.int16)[: x.numel()] >= min(dropout_threshold(p), _WORD >> 16) - 2**15
+    return kept.view(x.shape).to(x.dtype).mul_(dropout_scale(p))

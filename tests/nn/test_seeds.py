@@ -115,10 +115,13 @@ def seeds_of(monkeypatch, model, given):
     """The seeds of a forward, one for each mask."""
     seeds = []
     with monkeypatch.context() as patch:
-        draw = dropout._drawn
-        patch.setattr(
-            dropout, "_drawn", lambda f, seed, *x: (seeds.append(int(seed)), draw(f, seed, *x))[1]
-        )
+        for name in ("_dropped", "_dropped_rows"):
+            draw = getattr(dropout, name)
+            patch.setattr(
+                dropout,
+                name,
+                lambda seed, *x, draw=draw: (seeds.append(int(seed)), draw(seed, *x))[1],
+            )
         with use_backend("reference"):
             model(*given)
     return seeds

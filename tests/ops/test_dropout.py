@@ -2,8 +2,6 @@
 and in whatever tile.
 """
 
-import contextlib
-
 import independent
 import pytest
 import torch
@@ -11,10 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
 from fastformer import checks, use_backend
-from fastformer.nn import stacks
-from fastformer.nn.seeds import Seeds
 from fastformer.ops import dropout
-from fastformer.ops.dropout import drawn_ahead, dropped, dropped_hidden, dropped_rows
+from fastformer.ops.dropout import dropped_hidden, dropped_rows
 
 try:
     import triton
@@ -281,48 +277,139 @@ def test_probabilities_are_multiples(device):
     assert abs((~high).sum() - 16) < 5 * 4
 
 
-def drawn_masks(seeds, rows=10):
-    """Draw masks of three sizes, three of each."""
-    torch.manual_seed(3)
-    sizes = {dropped: (4, rows, 9), dropped_rows: (20, 6), dropped_hidden: (9, 40)}
-    draws = [*sizes.items()] * 3
-    return [draw(seeds.of(i, CPU), *own, 0.3) for i, (draw, own) in enumerate(draws)]
+# ------------------------------------------------- without a seed, on a CPU: torch draws the masks
 
 
-def test_masks_drawn_ahead_are_those_of_one_draw_each(monkeypatch):
-    want, draws = drawn_masks(Seeds(9)), []
-    for name in ("_dropped_by_numpy", "_dropped_rows_by_numpy"):
-        draw = getattr(dropout, name)
-        monkeypatch.setattr(dropout, name, lambda *x, draw=draw: draws.append(x) or draw(*x))
-    for expected in (9, 3, 3):
-        draws.clear()
-        seeds = Seeds(9)
-        with drawn_ahead("test", seeds):
-            assert all(map(torch.equal, drawn_masks(seeds), want))
-        assert len(draws) == expected
+def masks_drawn(monkeypatch, run):
+    """How many masks of the kernels a call draws."""
+    drawn = []
+    with monkeypatch.context() as patch:
+        for name in ("_dropped", "_dropped_rows"):
+            draw = getattr(dropout, name)
+            patch.setattr(dropout, name, lambda *x, draw=draw: (drawn.append(x), draw(*x))[1])
+        run()
+    return len(drawn)
 
 
-def test_masks_that_were_expected_wrongly_are_not_used():
-    plans = []
-    for rows in (10, 20, 20):
-        want, seeds = drawn_masks(Seeds(9), rows), Seeds(9)
-        with drawn_ahead("wrong", seeds):
-            assert all(map(torch.equal, drawn_masks(seeds, rows), want))
-        plans.append(dropout._ahead.plans["wrong"])
-    assert len(plans[0]) == 9 and plans[1:] == [None, None]
+def ops_with_dropout(seed=None):
+    """Calls of every op that drops, small and large ones."""
+    for rows in (12, 200):
+        x, w, b = torch.randn(1, 2, rows, 8), torch.randn(16, 8), torch.randn(16)
+        given, one, tokens = dict(dropout_p=0.5, dropout_seed=seed), torch.ones(8), torch.arange(16)
+        offsets = torch.tensor([0, rows], dtype=torch.int32)
+        packed = (*(x[0].transpose(0, 1),) * 3, offsets, offsets, rows, rows)
+        yield ff.scaled_dot_product_attention(x, x, x, **given)
+        yield ff.scaled_dot_product_attention(x, x[:, :1], x[:, :1], enable_gqa=True, **given)
+        yield ff.packed_attention(*packed, **given)
+        yield ff.feed_forward(x, w, b, w.T.contiguous(), one, **given)
+        yield ff.geglu(x, w, b, torch.randn(8, 8), one, **given)
+        yield ff.dropout_add_layer_norm(x, x, one, one, **given)[1]
+        yield ff.dropout_add_rms_norm(x, x, one, **given)[1]
+        yield ff.embed(tokens, w, None, **given)
 
 
-def test_a_stack_draws_its_masks_ahead(monkeypatch):
-    """And trains with the same bits as without."""
-    model = ff.make_model(11, 11, N=2, d_model=16, d_ff=32, h=2, dropout=0.3)
-    ids = torch.arange(1, 11).view(2, 5)
+def test_without_a_seed_torch_draws_on_a_cpu(monkeypatch):
+    """And where a seed, a backend or a shard asks for the masks of the kernels, they are drawn."""
+    run, n = (lambda seed=None: list(ops_with_dropout(seed))), 16
+    with use_backend("auto"):
+        assert masks_drawn(monkeypatch, run) == 0
+        assert masks_drawn(monkeypatch, lambda: run(7)) == n
+        with use_backend("reference"):
+            assert masks_drawn(monkeypatch, run) == n
+        given = dict(dropout_p=0.5, shard=ff.Shard(0, 0, 16, 0, 0, 32, 0))
+        q = torch.randn(1, 2, 16, 8)
+        attend = lambda **more: ff.scaled_dot_product_attention(q, q, q, **given, **more)  # noqa: E731
+        assert masks_drawn(monkeypatch, attend) == 1
+        blocks = ff.block_mask(torch.ones(16, 16, dtype=torch.bool))
+        blocked = lambda: ff.scaled_dot_product_attention(q, q, q, blocks, 0.5)  # noqa: E731
+        assert masks_drawn(monkeypatch, blocked) == 1
+        with ff.sequences_from(0):
+            norm = lambda: ff.dropout_add_rms_norm(q, q, q[0, 0, 0], 0.5)  # noqa: E731
+            assert masks_drawn(monkeypatch, norm) == 1
 
-    def outputs():
-        torch.manual_seed(5)
-        return [model(ids, ids, None, None) for _ in range(3)]
 
-    dropout._ahead.plans.clear()
-    found = outputs()
-    assert [len(plan) for plan in dropout._ahead.plans.values()] == [8, 12]
-    monkeypatch.setattr(stacks, "drawn_ahead", lambda *_: contextlib.nullcontext())
-    assert all(map(torch.equal, found, outputs()))
+def test_a_given_seed_has_the_same_mask_on_every_backend():
+    torch.manual_seed(0)
+    with use_backend("auto"):
+        found = list(ops_with_dropout(7))
+    torch.manual_seed(0)
+    with use_backend("reference"):
+        assert all(map(torch.equal, found, ops_with_dropout(7)))
+
+
+@pytest.mark.parametrize("make", [ff.make_model, ff.make_decoder], ids=lambda f: f.__name__)
+def test_a_model_without_a_seed(monkeypatch, make):
+    """It trains without a mask of the kernels, and torch's generator decides on the output."""
+    ids, vocab = torch.arange(1, 11).view(2, 5), (11, 11) if make is ff.make_model else (11,)
+    model = make(*vocab, N=1, d_model=16, d_ff=32, h=2, dropout=0.3)
+    given = (ids, ids, None, None) if make is ff.make_model else (ids,)
+    outputs = []
+    with use_backend("auto"):
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            assert masks_drawn(monkeypatch, lambda: outputs.append(model(*given))) == 0
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
+
+
+def attention_of_kept(q, k, v, visible, added, keep, p):
+    """dropout(softmax(scores)) v in float64, for the kept weights."""
+    scores = q.double() @ k.double().mT / q.shape[-1] ** 0.5
+    scores = scores if added is None else scores + added.double()
+    scores = scores.masked_fill(~visible, -torch.inf)
+    weights = scores.softmax(-1).masked_fill(~visible, 0.0)
+    return (weights * keep / (1 - p)) @ v.double()
+
+
+@pytest.mark.parametrize("rows", [12, 200], ids=["small", "large"])
+@pytest.mark.parametrize("form", ["plain", "causal", "mask", "bias"])
+def test_attention_without_a_seed_is_that_of_the_formula(form, rows):
+    """Output and gradients, for the mask that the identity as value shows; a row sees nothing."""
+    p, generator = 0.25, torch.Generator().manual_seed(0)
+    shape = 2, 3, rows, 8
+    q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for _ in range(3))
+    visible, added, given = torch.ones(rows, rows, dtype=torch.bool), None, {}
+    if form == "causal":
+        visible, given = visible.tril(), dict(is_causal=True)
+    if form == "mask":
+        visible = torch.rand(rows, rows, generator=generator) < 0.7
+        visible[3] = False
+        given = dict(attn_mask=visible)
+    if form == "bias":
+        added = torch.randn(rows, rows, generator=generator).requires_grad_()
+        given = dict(attn_mask=added)
+
+    def attend(value):
+        torch.manual_seed(1)
+        with use_backend("auto"):
+            return ff.scaled_dot_product_attention(q, k, value, dropout_p=p, **given)
+
+    keep = attend(torch.eye(rows).expand(2, 3, rows, rows)) != 0
+    seen = keep.expand(2, 3, rows, rows)[..., visible]
+    assert abs(seen.float().mean() - (1 - p)) < 5 * (p / seen.numel()) ** 0.5
+    wanted = [x for x in (q, k, v, added) if x is not None]
+    out = attend(v)
+    want = attention_of_kept(q, k, v, visible, added, keep, p)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(shape, generator=generator)
+    found = torch.autograd.grad(out, wanted, grad)
+    for have, exact in zip(found, torch.autograd.grad(want, wanted, grad.double())):
+        torch.testing.assert_close(have, exact.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1 - 2**-16, 1.0])
+@pytest.mark.parametrize("n", [1000, 100_003], ids=["small", "large"])
+def test_the_rate_of_torchs_masks(n, p):
+    x = torch.randn(n).requires_grad_()
+    torch.manual_seed(0)
+    y = dropout.dropout(x, p)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    kept = grad != 0
+    assert abs(kept.sum() - n * (1 - p)) <= 5 * (n * p * (1 - p)) ** 0.5
+    torch.testing.assert_close(grad[kept], torch.full_like(grad[kept], 1 / (1 - p or 1)))
+    torch.testing.assert_close(y, x * grad)
+    torch.manual_seed(0)
+    assert torch.equal(y, dropout.dropout(x, p))
+    if n > dropout._FEW and p == 0.5:  # words, rows of words and neighbours are independent
+        for step in (1, 2, 3, 4, 5, 8, 64):
+            same = (kept[step:] == kept[:-step]).float().mean()
+            assert abs(same - 0.5) < 5 * (0.25 / n) ** 0.5

@@ -6,6 +6,7 @@ Functions named `unsupported_..` return why the ops cannot run a call, or None i
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -178,23 +179,29 @@ def sum_then_norm(
     return norm.forward(total), total
 
 
+_PLAIN = Tensor, nn.Parameter
+
+
 def unsupported_tensor(*tensors: Tensor | BlockMask | None) -> str | None:
     """Return why a kernel cannot read one of the tensors, or None; entries of None and block masks
     are skipped.
     """
     tracing = torch.compiler.is_compiling()
-    if not tracing and torch.jit.is_tracing():  # a trace holds neither the kernels nor new dropout
+    if not tracing and torch._C._is_tracing():  # a trace holds neither the kernels nor new dropout
         return "torch.jit.trace records the operations of torch"
+    transformed = not tracing and torch._C._functorch.peek_interpreter_stack() is not None
     for x in tensors:
-        if x is None or isinstance(x, BlockMask):
+        if x is None or (type(x) in _PLAIN and not transformed and not x.is_nested):
             continue
-        if type(x) not in (Tensor, nn.Parameter) and not (tracing or isinstance(x, FakeTensor)):
+        if isinstance(x, BlockMask):
+            continue
+        if type(x) not in _PLAIN and not (tracing or isinstance(x, FakeTensor)):
             if backends.is_dtensor(x):  # from `parallelize`
                 continue
             return f"an input or a parameter is a {type(x).__name__}"
         if x.is_nested:
             return "an input is a nested tensor"
-        if not tracing and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if transformed and torch._C._functorch.is_functorch_wrapped_tensor(x):
             return "a transform of torch.func is active"
     return None
 
@@ -204,7 +211,7 @@ def unsupported_weight(*pairs: tuple[Tensor | None, Tensor | None]) -> str | Non
     for weight, bias in pairs:
         if weight is not None and bias is not None and weight.dtype != bias.dtype:
             return f"a weight is {weight.dtype}, its bias {bias.dtype}"
-    return unsupported_tensor(*(x for pair in pairs for x in pair))
+    return unsupported_tensor(*itertools.chain(*pairs))
 
 
 def unsupported_parameter(*modules: nn.Module) -> str | None:

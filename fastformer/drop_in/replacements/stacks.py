@@ -76,7 +76,7 @@ class Stack(OnStream):
 
     @property
     def _sites(self) -> int:
-        return sum(layer._sites for layer in self.layers)
+        return sum(getattr(layer, "_sites", 0) for layer in self.layers)
 
     def _through(self, stream: ResidualStream, *context: object) -> None:
         for i, layer in enumerate(self.layers):
@@ -374,8 +374,6 @@ class FusedTransformer(Accelerated, nn.Transformer):
         if not isinstance(encoder, FusedTransformerEncoder) or not is_unmodified(encoder, decoder):
             return False
         if not isinstance(decoder, FusedTransformerDecoder):
-            return False
-        if encoder._unsupported_reason() or decoder._unsupported_reason():
             return False
         batch = 0 if self.batch_first else 1
         same = src.dim() != 3 or (tgt.dim() == 3 and src.shape[batch] == tgt.shape[batch])

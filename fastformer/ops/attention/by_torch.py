@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.description import Attention
+from fastformer.description import Attention, beyond_torch
 from fastformer.eager import eager, formula, may_read
 from fastformer.ops.attention.masks import LEAST, NO_TERMS, finite, is_causal_as_torch
 
@@ -31,8 +32,26 @@ def torch_computes(query: Tensor, value: Tensor, attention: Attention, others: l
     return query.numel() > 0 and value.numel() > 0
 
 
+_FEW = 1 << 15  # weights: for more, the formula takes less time than torch's op with dropout
+
+
+def drops(query: Tensor, key: Tensor, p: float, seed: Tensor | None) -> bool:
+    """Return whether dropout without a seed is left to torch's op: in small calls."""
+    if not p or seed is not None:
+        return False
+    return query.numel() * key.shape[2] <= _FEW * query.shape[3]
+
+
+def options_beyond(query: Tensor, key: Tensor, attention: Attention) -> tuple[list[str], float]:
+    """Return the options that `beyond_torch` names, and the dropout that torch's op computes."""
+    others, p = beyond_torch(attention), attention.dropout_p
+    if not drops(query, key, p, attention.dropout_seed):
+        return others, 0.0
+    others.remove("dropout_p")
+    return others, p
+
+
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def usual_call(
@@ -42,6 +61,7 @@ def usual_call(
     mask: Any,
     is_causal: bool,
     key_lengths: Tensor | None,
+    p: float = 0.0,
 ) -> Tensor | None:
     """Compute a usual call by torch's own op: tensors [B, H, S, D] of one dtype on a CPU, with the
     default scale, causality from the top left, a mask, a bias or one length of all rows, and no
@@ -57,43 +77,43 @@ def usual_call(
         rows = sizes[2]
         if sizes != (batch, heads, rows, dim) or value.shape[:3] != (batch, heads, columns):
             return None
+        if 0 in sizes or not columns or not value.shape[3]:
+            return None
         if key_lengths is not None:
             length = _one_length(key_lengths, batch, columns)
             if length is None or mask is not None:
                 return None
             if length < columns:
                 columns, key, value = length, key[:, :, :length], value[:, :, :length]
-        if 0 in sizes or not columns or not value.shape[3]:
-            return None
         if mask is None:
-            if columns < 16 or (is_causal and rows < 16):
-                return None
-            return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal)
-        if is_causal or not fits(mask, (batch, heads, rows, columns)) or _is_wrapped(query):
+            return _plain(query, key, value, is_causal, None, p)
+        if is_causal or not fits(mask, (batch, heads, rows, columns)):
             return None
         if mask.dtype is torch.bool:
-            return _masked_attention(query, key, value, mask)
-        return _biased_attention(query, key, value, mask) if mask.dtype is query.dtype else None
+            return _masked_attention(query, key, value, mask, None, p)
+        if mask.dtype is not query.dtype:
+            return None
+        return _biased_attention(query, key, value, mask, None, p)
     except (RuntimeError, ValueError, IndexError):  # no such shapes, or no dense tensors
         return None
 
 
 def are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether these are tensors of one dtype on a CPU, which torch's op computes."""
+    """Return whether these are tensors of one dtype on a CPU, which torch's op computes. The op
+    itself raises a RuntimeError if key or value are on another device.
+    """
     return (
         type(query) is type(key) is type(value) is Tensor
         and query.is_cpu
-        and key.is_cpu
-        and value.is_cpu
-        and query.dtype is key.dtype is value.dtype
         and query.dtype in _DTYPES
+        and query.dtype is key.dtype is value.dtype
         and forward_ad._current_level < 0
     )
 
 
 def fits(mask: Any, scores: tuple[int, ...]) -> bool:
     """Return whether a mask is [Sq, Sk], or of four dimensions that broadcast to the scores."""
-    if not (type(mask) is Tensor and mask.is_cpu) or _is_wrapped(mask):
+    if not (type(mask) is Tensor and mask.is_cpu):
         return False
     shape = mask.shape
     if shape == scores[2:]:
@@ -103,7 +123,7 @@ def fits(mask: Any, scores: tuple[int, ...]) -> bool:
 
 def _one_length(key_lengths: Tensor, batch: int, columns: int) -> int | None:
     """Return the length of all rows, or None if they differ, or if something is wrong."""
-    if not (type(key_lengths) is Tensor and key_lengths.is_cpu) or _is_wrapped(key_lengths):
+    if not (type(key_lengths) is Tensor and key_lengths.is_cpu):
         return None
     if key_lengths.dtype not in (torch.int32, torch.int64) or key_lengths.shape != (batch,):
         return None
@@ -113,9 +133,14 @@ def _one_length(key_lengths: Tensor, batch: int, columns: int) -> int | None:
 
 
 def by_torch(
-    query: Tensor, key: Tensor, value: Tensor, attention: Attention, others: list[str]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention: Attention,
+    others: list[str],
+    p: float = 0.0,
 ) -> Tensor | None:
-    """Call torch's op with only causality, only a mask or only a bias.
+    """Call torch's op with only causality, only a mask or only a bias, and with dropout p.
 
     Return None for any other description, and if key, value or result need more preparation.
     others: the options that `beyond_torch` returns.
@@ -124,21 +149,23 @@ def by_torch(
     if not others:
         if not is_causal_as_torch(attention):
             return None
-        return _plain(query, key, value, is_causal, scale)
+        return _plain(query, key, value, is_causal, scale, p)
     if len(others) > 1 or is_causal or not eager(query):
         return None
     mask, bias = attention.attn_mask, attention.bias
     if mask is not None:
-        return _masked_attention(query, key, value, mask, scale)
+        return _masked_attention(query, key, value, mask, scale, p)
     if attention.key_lengths is not None and attention.shard is None:
         lengths = attention.key_lengths.view(-1, 1, 1, 1)
         mask = torch.arange(key.shape[2], device=key.device) < lengths
-        return _masked_attention(query, key, value, mask, scale)
-    return None if bias is None else _biased_attention(query, key, value, bias, scale)
+        return _masked_attention(query, key, value, mask, scale, p)
+    if bias is None or not may_read(bias):
+        return None
+    return _biased_attention(query, key, value, bias, scale, p)
 
 
 def _plain(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, p: float
 ) -> Tensor | None:
     """Call torch's op without a mask or a bias of the caller; return None if it may spread a NaN.
 
@@ -147,8 +174,9 @@ def _plain(
     """
     rows, columns = query.shape[2], key.shape[2]
     exported = torch.compiler.is_exporting()  # a comparison would bound the exported sizes
-    if not exported and columns >= 16 and not (is_causal and rows < 16):
-        return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
+    # With dropout the weights are computed one by one, without a mistake.
+    if p or (not exported and columns >= 16 and not (is_causal and rows < 16)):
+        return F.scaled_dot_product_attention(query, key, value, None, p, is_causal, scale=scale)
     if eager(query):
         mask = _short_mask(rows, columns, is_causal, query.dtype)
         out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
@@ -186,8 +214,16 @@ def _holds_nan(x: Tensor) -> bool:
     return not float(x.detach().min() if x.requires_grad else x.min()) > float("-inf")
 
 
+# The largest bias of each dtype that masks its key out.
+_HIDDEN = {
+    x: float(torch.nextafter(torch.tensor(LEAST[x], dtype=x), torch.tensor(-math.inf, dtype=x)))
+    for x in (torch.float32, torch.bfloat16)
+} | {torch.float16: -math.inf}
+_SEEN = {x: (torch.zeros((), dtype=x), torch.full((), -math.inf, dtype=x)) for x in _DTYPES}
+
+
 def _masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, p: float
 ) -> Tensor | None:
     """Call torch's op with a mask, boolean or of -inf; return None if the result holds NaN.
 
@@ -196,27 +232,26 @@ def _masked_attention(
     """
     if mask.dim() < 2:
         mask = mask.view(1, -1)
-    out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
+    if mask.dtype is torch.bool:  # in a third of the time of torch's op
+        mask = torch.where(mask, *_SEEN[query.dtype])
+    out = F.scaled_dot_product_attention(query, key, value, mask, p, scale=scale)
     if out.requires_grad and mask.shape[-2] == 1 and not (finite(key) and finite(value)):
         return None  # the gradients might not be finite
     return None if _holds_nan(out) else out
 
 
 def _biased_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float | None, p: float
 ) -> Tensor | None:
-    """Call torch's op with a bias. Return None if the bias masks out all keys of a query, or if the
-    gradient of torch's op would lose too many digits.
+    """Call torch's op with a bias. Return None if the gradient of torch's op would lose too many
+    digits, or as `_masked_attention` does.
     """
-    if not may_read(bias) or (differentiates(query, key, value, bias) and not near_zero(bias)):
-        return None
-    terms, least = bias.detach() if bias.requires_grad else bias, LEAST[bias.dtype]
-    if float(terms.min()) >= least:
-        mask = bias if bias.dim() > 1 else bias.view(1, -1)  # torch's op needs 2 dimensions
-        return F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
-    if float(terms.amax(-1).min()) >= least:  # each query sees a key
-        return _masked_attention(query, key, value, bias, scale)
-    return None
+    if differentiates(query, key, value, bias):
+        if not near_zero(bias):  # this also excludes rows that finfo.min masks out
+            return None
+    else:  # torch's op masks out -inf only
+        bias = torch.threshold(bias, _HIDDEN[bias.dtype], -math.inf)
+    return _masked_attention(query, key, value, bias, scale, p)
 
 
 def near_zero(added: Tensor) -> bool:

@@ -19,7 +19,6 @@ from fastformer.checks import (
     require_flag,
     require_floating,
     require_instance,
-    seed_tensor,
     shape_of,
     wrong_shape,
 )
@@ -202,6 +201,7 @@ def scaled_dot_product_attention(
     if key_lengths is not None:
         require_lengths(key_lengths, query, scores[3] if shard is None else shard.keys)
         key_lengths = key_lengths.contiguous()
+    drawn, placed = (dropout_seed, p, query.device), shard or blocks[0]
     attention = Attention(
         attn_mask,
         p,
@@ -214,7 +214,7 @@ def scaled_dot_product_attention(
         None if alibi_slopes is None else checked_slopes(alibi_slopes, query, query.shape[0]),
         None if softcap is None else checked_softcap(softcap),
         None if sinks is None else checked_sinks(sinks, query),
-        None if p == 0 and dropout_seed is None else seed_tensor(dropout_seed, p, query.device),
+        None if p == 0 and dropout_seed is None else backends.seed_for(*drawn, placed),
         shard,
         *blocks,
     )
@@ -330,7 +330,7 @@ def packed_attention(
         alibi_slopes=checked_slopes(alibi_slopes, q, sequences),
         softcap=checked_softcap(softcap),
         sinks=checked_sinks(sinks, q),
-        dropout_seed=seed_tensor(dropout_seed, p, query.device),
+        dropout_seed=backends.seed_for(dropout_seed, p, query.device, shard or attn_mask),
         shard=None if shard is None else checked_packed_shard(shard, query.shape[1], p),
         mask_spans=blocks[0],
         mask_lists=blocks[1],

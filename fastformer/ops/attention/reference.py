@@ -10,17 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.checks import require_dropout, seed_tensor
+from fastformer.checks import require_dropout
 from fastformer.description import Attention, beyond_torch
+from fastformer.dispatch import backends
 from fastformer.eager import eager, formula, may_read
 from fastformer.ops.attention.arguments import default_scale
 from fastformer.ops.attention.by_torch import (
     are_alike,
     by_torch,
     differentiates,
+    drops,
     fits,
     near_zero,
+    options_beyond,
     torch_computes,
+    usual_call,
 )
 from fastformer.ops.attention.masks import (
     added_to_scores,
@@ -35,7 +39,15 @@ from fastformer.ops.attention.masks import (
     without_blocks,
 )
 from fastformer.ops.attention.tiles import by_tiles, computes_by_tiles
-from fastformer.ops.dropout import dropout_scale, dropped, kept, with_zeros, without
+from fastformer.ops.dropout import (
+    dropout,
+    dropout_factors,
+    dropout_scale,
+    dropped,
+    kept,
+    with_zeros,
+    without,
+)
 
 
 def _grouped(key: Tensor, heads: int) -> Tensor:
@@ -133,9 +145,14 @@ def usual_dropout(
     is fast. `scaled_dot_product_attention` computes the same.
     """
     p = require_dropout("dropout_p", dropout_p)
-    if not p or key_lengths is not None or not are_alike(query, key, value):
+    if not p or not are_alike(query, key, value):
         return None
     if not query.dim() == key.dim() == value.dim() == 4:
+        return None
+    seed = backends.seed_for(dropout_seed, p, query.device)
+    if drops(query, key, p, seed):
+        return usual_call(query, key, value, mask, is_causal, key_lengths, p)
+    if key_lengths is not None:
         return None
     (batch, heads, rows, dim), columns = query.shape, key.shape[2]
     if key.shape != (batch, heads, columns, dim) or value.shape[:3] != key.shape[:3] or not dim:
@@ -144,7 +161,6 @@ def usual_dropout(
     if mask is not None and (mask.dtype is not torch.bool or not fits(mask, scores)):
         return None
     try:
-        seed = seed_tensor(dropout_seed, p, query.device)
         attention = Attention(mask, p, is_causal, default_scale(None, dim), dropout_seed=seed)
         return attention_block(query, key, value, attention, False)
     except RuntimeError:  # no dense tensors
@@ -170,9 +186,9 @@ def attention_block(
         key, value, attention = _within_lengths(key, value, attention)
     if key.shape[1] != heads:
         key, value = _grouped(key, heads), _grouped(value, heads)
-    others = beyond_torch(attention)
+    others, p = options_beyond(query, key, attention)
     fast = not return_lse and torch_computes(query, value, attention, others)
-    out = by_torch(query, key, value, attention, others) if fast else None
+    out = by_torch(query, key, value, attention, others, p) if fast else None
     if out is not None:
         return out
     if not others and is_causal_as_torch(attention):  # torch's op gave no result: use the formula
@@ -185,10 +201,10 @@ def attention_block(
     if fast and added is not None:
         mask = added if visible is None else added.masked_fill(~visible, float("-inf"))
         mask = torch.atleast_2d(mask)
-        fast = not differentiates(query, key, value, attention.bias) or near_zero(mask)
+        fast = p > 0 or not differentiates(query, key, value, attention.bias) or near_zero(mask)
     if fast:
         scale = attention.scale
-        out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
+        out = F.scaled_dot_product_attention(query, key, value, mask, p, scale=scale)
     elif not return_lse and added is None and _saves_passes(query, value, attention):
         out = _DroppedAttention.apply(query, key, value, visible, attention, runs)
     else:
@@ -238,6 +254,8 @@ def _weighted(
 ) -> Tensor:
     """Return dropout(softmax(scores)) value, [B, H, Sq, Dv] in the dtype of the value."""
     weights = _softmax(scores, value.dtype, attention.sinks)
+    if attention.dropout_seed is None:
+        return dropout(weights, attention.dropout_p) @ value
     drop = _dropped_weights(weights, attention, runs)
     if drop is None:
         return weights @ value
@@ -277,11 +295,15 @@ class _DroppedAttention(torch.autograd.Function):
         runs: Sequence[range] | None,
     ) -> Tensor:
         weights = _softmax(_scores(query, key, attention, None, visible), value.dtype, None)
+        ctx.attention, p = attention, attention.dropout_p
+        if attention.dropout_seed is None:
+            mask = dropout_factors(weights, p)
+            ctx.save_for_backward(query, key, value, visible, weights, mask)
+            return (weights * mask) @ value
         drop = _dropped_weights(weights, attention, runs)
         assert drop is not None
-        mask = kept(drop, weights).mul_(dropout_scale(attention.dropout_p))
+        mask = kept(drop, weights).mul_(dropout_scale(p))
         ctx.save_for_backward(query, key, value, visible, weights, mask)
-        ctx.attention, ctx.runs = attention, runs
         return with_zeros(weights * mask, drop) @ value
 
     @staticmethod
@@ -290,7 +312,8 @@ class _DroppedAttention(torch.autograd.Function):
         attention = ctx.attention
         if torch.is_grad_enabled():
             q, k, v = views = [x.view_as(x) for x in inputs]
-            out = _weighted(_scores(q, k, attention, None, visible), v, attention, ctx.runs)
+            weights = _softmax(_scores(q, k, attention, None, visible), v.dtype, None)
+            out = (weights * mask) @ v
             return *torch.autograd.grad(out, views, grad, create_graph=True), None, None, None
         query, key, value = inputs
         grad_scores = torch._softmax_backward_data(

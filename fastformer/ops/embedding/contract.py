@@ -15,7 +15,6 @@ from fastformer.checks import (
     require_ids,
     require_number,
     require_token,
-    seed_tensor,
     wrong_shape,
 )
 from fastformer.dispatch import backends, operation
@@ -103,7 +102,7 @@ def embed(
         dropout_p=p,
         scale=math.sqrt(features) if scale is None else scale,
         padding_idx=padding_idx,
-        dropout_seed=seed_tensor(dropout_seed, p, weight.device),
+        dropout_seed=backends.seed_for(dropout_seed, p, weight.device, shard),
         shard=shard,
     )
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.description import RowShard
-from fastformer.ops.dropout import dropout_scale
+from fastformer.ops.dropout import dropout, dropout_scale
 from fastformer.ops.norms.reference import masked
 
 
@@ -25,7 +25,7 @@ def embed(
     out = F.embedding(tokens.long(), weight, padding_idx) * scale
     if positional is not None:
         out = out + positional[: tokens.shape[-1]].to(out.dtype)
-    if dropout_p == 0:
-        return out
+    if dropout_seed is None:
+        return dropout(out, dropout_p)
     kept = masked(out, [weight.shape[1]], dropout_p, dropout_seed, shard)
     return kept * dropout_scale(dropout_p)

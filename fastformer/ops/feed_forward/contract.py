@@ -14,7 +14,6 @@ from fastformer.checks import (
     require_floating,
     require_number,
     require_positive,
-    seed_tensor,
     shape_of,
     wrong_shape,
 )
@@ -89,7 +88,7 @@ def feed_forward(
         b_2=b_2,
         activation=activation,
         dropout_p=p,
-        dropout_seed=seed_tensor(dropout_seed, p, input.device),
+        dropout_seed=backends.seed_for(dropout_seed, p, input.device, shard),
         shard=None if shard is None else _hidden_shard(shard, input, w_1.shape[0], p),
     )
 
@@ -223,7 +222,7 @@ def _gated(
     tensors: dict[str, Any] = dict(zip(("input", "w", "b", "w_2", "b_2"), autocast(*given)))
     _require_layers(2, **tensors)
     input, p = tensors["input"], require_dropout("dropout_p", dropout_p)
-    seed = seed_tensor(dropout_seed, p, input.device)
+    seed = backends.seed_for(dropout_seed, p, input.device, shard)
     if shard is not None:
         shard = _hidden_shard(shard, input, tensors["w_2"].shape[1], p)
     return backends.run(op, **tensors, dropout_p=p, dropout_seed=seed, shard=shard, **form)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastformer.checks import seed_tensor
 from fastformer.description import RowShard
-from fastformer.ops.dropout import dropout_scale, dropped_hidden, of_runs, without
+from fastformer.dispatch import backends
+from fastformer.ops.dropout import dropout, dropout_scale, dropped_hidden, of_runs, without
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -37,9 +37,9 @@ def feed_forward(
     dropout_seed: Tensor | None = None,
     shard: RowShard | None = None,
 ) -> Tensor:
-    if dropout_p == 0:
-        return F.linear(ACTIVATIONS[activation](F.linear(input, w_1, b_1)), w_2, b_2)
-    assert dropout_seed is not None
+    if dropout_seed is None:
+        hidden = ACTIVATIONS[activation](F.linear(input, w_1, b_1))
+        return F.linear(dropout(hidden, dropout_p), w_2, b_2)
     rows = math.prod(input.shape[:-1])  # numel() would become a constant in an export
     hidden = F.linear(input.reshape(rows, input.shape[-1]), w_1, b_1)
     drop = of_runs(dropped_hidden, dropout_seed, rows, w_1.shape[0], dropout_p, shard)
@@ -89,7 +89,7 @@ def usual_feed_forward(
     if input.shape[-1:] != w_1.shape[1:] or w_2.shape[1:] != b_1.shape:
         return None
     try:
-        seed = seed_tensor(dropout_seed, dropout_p, input.device)
+        seed = backends.seed_for(dropout_seed, dropout_p, input.device)
         given: Any = input, *parameters, activation, dropout_p
         return feed_forward(*given, dropout_seed=seed)
     except RuntimeError:  # a wrong shape, or no dense tensors
@@ -135,9 +135,8 @@ def swiglu(
 def _dropped(
     hidden: Tensor, p: float, dropout_seed: Tensor | None, shard: RowShard | None
 ) -> Tensor:
-    if p == 0:
-        return hidden
-    assert dropout_seed is not None
+    if dropout_seed is None:
+        return dropout(hidden, p)
     rows, width = math.prod(hidden.shape[:-1]), hidden.shape[-1]
     drop = of_runs(dropped_hidden, dropout_seed, rows, width, p, shard)
     return without(drop, hidden) * dropout_scale(p)

@@ -19,7 +19,6 @@ from fastformer.checks import (
     require_flag,
     require_floating,
     require_tensor,
-    seed_tensor,
     shape_of,
     wrong_shape,
 )
@@ -184,7 +183,7 @@ def dropout_add_layer_norm(
         dropout_p=p,
         eps=require_eps(eps),
         unbiased=_require_spread(unbiased, shape),
-        dropout_seed=seed_tensor(dropout_seed, p, input.device),
+        dropout_seed=backends.seed_for(dropout_seed, p, input.device, shard),
         shard=None if shard is None else _norm_shard(shard, input, shape, p),
         input_bias=input_bias,
     )
@@ -229,7 +228,7 @@ def dropout_add_rms_norm(
         weight=weight,
         dropout_p=p,
         eps=_rms_eps(eps, input),
-        dropout_seed=seed_tensor(dropout_seed, p, input.device),
+        dropout_seed=backends.seed_for(dropout_seed, p, input.device, shard),
         shard=None if shard is None else _norm_shard(shard, input, shape, p),
         input_bias=input_bias,
     )

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastformer.checks import seed_tensor
 from fastformer.description import RowShard
+from fastformer.dispatch import backends
 from fastformer.eager import formula, use_formula
-from fastformer.ops.dropout import dropout_scale, dropped_rows, of_runs, without
+from fastformer.ops.dropout import dropout, dropout_scale, dropped_rows, of_runs, without
 
 
 def layer_norm(
@@ -144,7 +144,7 @@ def usual_sum_and_layer_norm(
         or (bias is not None and bias.shape != shape)
     ):
         return None
-    seed = seed_tensor(dropout_seed, dropout_p, input.device)
+    seed = backends.seed_for(dropout_seed, dropout_p, input.device)
     total = _dropout_add(input, residual, shape, dropout_p, seed, None)
     return torch.layer_norm(total, shape, weight, bias, eps), total
 
@@ -175,6 +175,8 @@ def _dropout_add(
     shard: RowShard | None,
 ) -> Tensor:
     """Return residual + dropout(input), where `shape` is that of one row."""
+    if p and seed is None:
+        return residual + dropout(input, p)
     return torch.add(residual, masked(input, shape, p, seed, shard), alpha=dropout_scale(p))
 
 

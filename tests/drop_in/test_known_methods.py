@@ -637,14 +637,11 @@ def test_methods_that_cannot_be_read():
     exec("def forward(self, x):\n    return x", names)
     assert known_methods.digest(names["forward"]) is None
     assert known_methods.digest(functools.wraps(forward)(lambda self, x: x)) is None
-    mine = type("Mine", (nn.Module,), {"forward": edited_module(forward)})
-    assert known_methods.known_methods(mine) == {}
-
-
-def edited_module(method):
-    copied = types.FunctionType(method.__code__, method.__globals__)
-    copied.__module__ = "mine"
-    return copied
+    mine = types.FunctionType(forward.__code__, forward.__globals__)
+    for module, known in ("transformers.mine", ["forward"]), ("mine", []), (None, []):
+        mine.__module__ = module
+        cls = type("Mine", (nn.Module,), {"forward": mine})
+        assert [*known_methods.known_methods(cls)] == known
 
 
 def test_a_forward_on_the_instance():

@@ -328,13 +328,15 @@ def known_methods(original: type[nn.Module]) -> dict[str, tuple[FunctionType, Me
     found: dict[str, tuple[FunctionType, Method]] = {}
     for name in _NAMES:
         method = inspect.getattr_static(original, name, None)
-        if isinstance(method, FunctionType) and method.__module__.startswith("transformers."):
-            key = digest(method)
-            if key in _FEED_FORWARDS:
-                parts = _FEED_FORWARDS[key].split()
-                found[name] = method, functools.partial(_from_parts, parts, method)
-            elif key in _METHODS:
-                found[name] = method, _METHODS[key]
+        module = getattr(method, "__module__", None) or ""
+        if not isinstance(method, FunctionType) or not module.startswith("transformers."):
+            continue
+        key = digest(method)
+        if key in _FEED_FORWARDS:
+            parts = _FEED_FORWARDS[key].split()
+            found[name] = method, functools.partial(_from_parts, parts, method)
+        elif key in _METHODS:
+            found[name] = method, _METHODS[key]
     return found
 
 
@@ -353,4 +355,4 @@ def unknown_layer(module: nn.Module) -> str | None:
     return UNKNOWN if layer and norms else None
 
 
-UNKNOWN = "its forward is none that accelerate knows; its residual sums and norms stay apart"
+UNKNOWN = "its forward is none that accelerate knows: its residual sums and norms stay apart"

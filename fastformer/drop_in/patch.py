@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,12 @@ from fastformer.drop_in.remaining import ATTENTION_WORDS, remaining, remaining_a
 from fastformer.drop_in.replacements import KINDS, RECOGNIZED
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
 from fastformer.drop_in.replacements.base import Accelerated, AnySignature, class_for
-from fastformer.drop_in.replacements.chains import Fitting, FusedChains, chains_of, is_known
+from fastformer.drop_in.replacements.known_methods import (
+    FusedMethods,
+    known_methods,
+    unfit_parts,
+    unknown_layer,
+)
 from fastformer.drop_in.replacements.layers import Layer
 from fastformer.drop_in.replacements.rotary import (
     FusedRotaryAttention,
@@ -24,6 +29,7 @@ from fastformer.drop_in.replacements.rotary import (
     unknown_rotation,
 )
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
+from fastformer.drop_in.replacements.sublayers import FusedSequential, sequence, unfit
 from fastformer.drop_in.replacements.transformers_layers import (
     FusedClampedGate,
     FusedModelWithLoss,
@@ -36,6 +42,8 @@ from fastformer.drop_in.trial import disagreement, needs_logits
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import LayerNorm
+
+Plan = list[tuple[nn.Module, type[Accelerated]]]  # the class that each module gets
 
 
 def accelerate(
@@ -55,10 +63,10 @@ def accelerate(
     d_k; a_2 and b_2; w_1 and w_2) and confirms them by comparing with a trial run of the original
     in float64. In the same way it replaces the RMSNorms, rotary positions and gated feed-forwards
     of Hugging Face's models; and a model whose loss is the cross-entropy of its logits computes
-    it by `cross_entropy`. In the source of any other module it finds feed-forward layers (Linear,
-    activation, dropout, Linear) and residual sums before a norm, and runs them on `feed_forward`,
-    `dropout_add_layer_norm` and `dropout_add_rms_norm`. Only the class of each module changes:
-    parameters, buffers, hooks, state dict, signature and defaults stay.
+    it by `cross_entropy`. The layers of transformers whose source it knows, and an nn.Sequential
+    that holds Linear, activation, dropout, Linear, run on `feed_forward`, `dropout_add_layer_norm`
+    and `dropout_add_rms_norm`. Only the class of each module changes: parameters, buffers, hooks,
+    state dict, signature and defaults stay.
 
     The outputs equal torch's at every position and in every mode, also at the padding: zeros where
     torch's encoder converts to nested tensors at inference, the output of its layers otherwise.
@@ -144,16 +152,14 @@ def accelerate(
     return report
 
 
-def _name_attention(
-    model: nn.Module, inputs: Any, named: Any, plan: list[_Change], report: Report
-) -> None:
+def _name_attention(model: nn.Module, inputs: Any, named: Any, plan: Plan, report: Report) -> None:
     """Run the model, and note what attention torch has computed. On an error undo the plan."""
     try:
         with torch.no_grad(), torch.random.fork_rng():
             rows = explain(model, *inputs, **named).rows
     except BaseException:
-        for change in plan:
-            _restore_class(change.module)  # type: ignore[arg-type]
+        for module, _ in plan:
+            _restore_class(module)  # type: ignore[arg-type]
         raise
     for name, op, backend, reason in rows:
         known = report.skipped.get(name, "").endswith(reason)
@@ -189,7 +195,7 @@ def restore(model: nn.Module) -> None:
     modules = []
     for name, module in model.named_modules():
         if isinstance(module, Accelerated):
-            if type(module) is not class_for(module._kind, module._original):
+            if "_original" not in vars(type(module)):  # it derives from the class of `class_for`
                 raise ValueError(
                     f"{name or 'model'} is now a {type(module).__name__}; expected the class that "
                     "accelerate gave it: undo what changed it (a parametrization) first"
@@ -257,40 +263,17 @@ def _require_model(model: nn.Module) -> None:
             )
 
 
-class _Change(NamedTuple):
-    """The class that a module gets, and the activations that its chains hold."""
-
-    module: nn.Module
-    cls: type[Accelerated]
-    activations: dict[type, str] | None
-
-
-def _plan(model: nn.Module, report: Report) -> list[_Change]:
+def _plan(model: nn.Module, report: Report) -> Plan:
     """Return the change of each module that can be replaced, and fill in the report."""
-    plan: list[_Change] = []
-    kinds = {module: _kind(module) for module in model.modules()}
-    parts: dict[nn.Module, dict[type, str]] = {}  # what runs chains -> the activations in these
-
-    def fuses_sum(norm: Any) -> bool:
-        kind = type(norm) if isinstance(norm, (Accelerated, *_OWN)) else kinds.get(norm)
-        return hasattr(kind, "after_sum")
-
+    plan: Plan = []
     for name, module in model.named_modules():
         if isinstance(module, Accelerated):
             report.already.append(name)
             report._modules[name] = module
             continue
-        kind = kinds[module]
+        kind = _kind(module)
         if kind is None:
-            fitting = chains_of(module, fuses_sum) if _may_have_chains(module) else None
-            if isinstance(fitting, Fitting):
-                for part in fitting.modules:
-                    parts.setdefault(part, {}).update(fitting.activations)
-            if module in parts:
-                kind = _collision(module, FusedChains) or FusedChains
-            else:
-                reason = fitting if isinstance(fitting, str) else unknown_structure(module)
-                kind = reason or remaining(module)
+            kind = unknown_structure(module) or remaining(module) or unknown_layer(module)
         try:
             cls = kind if kind is None or isinstance(kind, str) else class_for(kind, type(module))
         except Exception as error:  # the original class may reject subclasses
@@ -298,7 +281,7 @@ def _plan(model: nn.Module, report: Report) -> list[_Change]:
         if isinstance(cls, str):
             report.skipped[name] = f"{type(module).__name__}: {cls}"
         elif cls is not None:
-            plan.append(_Change(module, cls, parts.get(module)))
+            plan.append((module, cls))
             report.replaced[name] = type(module).__name__
             report._modules[name] = module
             if issubclass(cls, AnySignature) and (own := remaining_attention(module)):
@@ -306,26 +289,14 @@ def _plan(model: nn.Module, report: Report) -> list[_Change]:
     return plan
 
 
-def _may_have_chains(module: nn.Module) -> bool:
-    """Return whether the code of a module may be rewritten: of nn.Sequential and of transformers'
-    modules, but for models with a loss.
-    """
-    if "forward" in module.__dict__ or has_loss(module):
-        return False
-    return is_known(module) or type(module) is nn.Sequential
-
-
-def _change_classes(plan: list[_Change]) -> None:
+def _change_classes(plan: Plan) -> None:
     """Give each module its new class; on an error, give all their original classes back."""
     changed: list[Accelerated] = []
     try:
-        for change in plan:
-            module = change.module
-            module.__class__ = change.cls
+        for module, cls in plan:
+            module.__class__ = cls
             assert isinstance(module, Accelerated)
             changed.append(module)
-            if change.activations is not None:
-                module.__dict__["_activations"] = change.activations
     except BaseException:
         for done in changed:
             _restore_class(done)
@@ -333,10 +304,8 @@ def _change_classes(plan: list[_Change]) -> None:
 
 
 def _restore_class(module: Accelerated) -> None:
-    names = ["_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits"]
-    names += ["_activations"] * isinstance(module, FusedChains)
     module.__class__ = module._original  # type: ignore[assignment]
-    for name in names:
+    for name in ("_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits"):
         module.__dict__.pop(name, None)
 
 
@@ -357,17 +326,30 @@ def _kind(module: nn.Module) -> type[Accelerated] | str | None:
             return _collision(module, kind) or kind
     if isinstance(module, _OWN):
         return None
-    if "forward" not in module.__dict__:
-        if has_loss(module):
-            kind = FusedModelWithLoss
-            return unknown_loss(module) or _collision(module, kind) or kind
-        if functions := rotations(type(module)):
-            return disagreement_of(functions) or FusedRotaryAttention
-        if reason := unknown_rotation(type(module)):
-            return reason
-        if has_clamped_gate(module):
-            return _collision(module, FusedClampedGate) or FusedClampedGate
-    return _recognized(module)
+    if "forward" in module.__dict__:
+        return _recognized(module)
+    return _of_transformers(module) or _recognized(module)
+
+
+def _of_transformers(module: nn.Module) -> type[Accelerated] | str | None:
+    """Return what replaces a model, an attention or a layer of transformers, or an nn.Sequential,
+    why nothing does, or None for another module.
+    """
+    reason: str | None = None
+    kind: type[Accelerated] | None = None
+    if has_loss(module):
+        reason, kind = unknown_loss(module), FusedModelWithLoss
+    elif functions := rotations(type(module)):
+        return disagreement_of(functions) or FusedRotaryAttention
+    elif reason := unknown_rotation(type(module)):
+        return reason
+    elif has_clamped_gate(module):
+        kind = FusedClampedGate
+    elif known_methods(type(module)):
+        reason, kind = unfit_parts(module), FusedMethods
+    elif type(module) is nn.Sequential and (found := sequence(list(module))):
+        reason, kind = unfit(*found[1]), FusedSequential
+    return kind and (reason or _collision(module, kind) or kind)
 
 
 def _recognized(module: nn.Module) -> type[Accelerated] | str | None:

@@ -372,7 +372,8 @@ WORDS = {
     "FusedRMSNorm": "norms",
     "FusedGatedFeedForward": "gated",
     "FusedRotaryAttention": "rotary",
-    "FusedChains": "chains",
+    "FusedMethods": "layers",
+    "FusedSequential": "layers",
     "FusedModelWithLoss": "loss",
 }
 

@@ -66,6 +66,11 @@ class AnySignature(Accelerated):
         return {"forward": cls._forward_for(original)}
 
     @classmethod
+    def _source(cls, original: type[nn.Module]) -> tuple[Any, ...]:
+        """Return what of `original` the members depend on: `original` may be patched meanwhile."""
+        return (original.forward,)
+
+    @classmethod
     def _forward_for(cls, original: type[nn.Module]) -> Callable[..., Any]:
         """Return the forward of the class that replaces `original`."""
 
@@ -101,13 +106,15 @@ def has_only(module: nn.Module, *names: str) -> bool:
     return {*module._parameters, *module._buffers, *module._modules} == set(names)
 
 
-_classes: dict[tuple[type[Accelerated], type[nn.Module]], type[Accelerated]] = {}
+_classes: dict[tuple[Any, ...], type[Accelerated]] = {}
 
 
 def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accelerated]:
     """Return the new class of modules of class `original` that `kind` replaces."""
-    if (kind, original) in _classes:
-        return _classes[kind, original]
+    source = kind._source(original) if issubclass(kind, AnySignature) else ()
+    key = kind, original, *source
+    if key in _classes:
+        return _classes[key]
     # The class keeps the name of the original, because tools recognize torch's modules by it.
     names: dict[str, Any] = dict(_kind=kind, _original=original, __module__=original.__module__)
     if hasattr(kind, "after_sum"):  # the residual stream looks it up in vars(type(norm))
@@ -115,7 +122,7 @@ def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accele
     if issubclass(kind, AnySignature):
         names |= kind._members_for(original)
     made = type(original.__name__, (kind, original), names)
-    return _classes.setdefault((kind, original), made)
+    return _classes.setdefault(key, made)
 
 
 def _new_instance(kind: type[Accelerated], original: type[nn.Module]) -> nn.Module:

@@ -210,6 +210,10 @@ class FusedRotaryAttention(AnySignature):
     """An attention layer of Hugging Face: its own forward, with rotary positions by the op."""
 
     @classmethod
+    def _source(cls, original: type[nn.Module]) -> tuple[Any, ...]:
+        return original.forward, *rotations(original).values()
+
+    @classmethod
     def _forward_for(cls, original: type[nn.Module]) -> Callable[..., Any]:
         own = original.forward
         assert isinstance(own, FunctionType)

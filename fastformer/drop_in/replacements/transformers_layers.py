@@ -276,6 +276,10 @@ class FusedModelWithLoss(AnySignature):
     _skipped: _SkippedLogits | None = None  # set while a forward runs that skips its logits
     _theirs: ClassVar[Callable[[Any], Any]]  # the getter of the original's loss_function
 
+    @classmethod
+    def _source(cls, original: Any) -> tuple[Any, ...]:
+        return original.forward, original.loss_function
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._theirs = cls._original.loss_function.fget  # type: ignore[attr-defined]

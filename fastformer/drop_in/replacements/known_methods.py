@@ -141,6 +141,7 @@ def _gpt2(self, hidden_states, past_key_values=None, attention_mask=None,
 
 
 @_replaces("40d05b85fcb7")  # LlamaDecoderLayer; also of Mistral, Qwen and Gemma
+@_replaces("3e69688fff9f")  # Phi3DecoderLayer, which has dropouts
 def _llama(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None,
            use_cache=False, position_embeddings=None, **kwargs):  # fmt: skip
     x, _ = self.self_attn(
@@ -148,8 +149,9 @@ def _llama(self, hidden_states, attention_mask=None, position_ids=None, past_key
         position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache,
         position_embeddings=position_embeddings, **kwargs,
     )  # fmt: skip
-    x, total = normalized_sum(self, self.post_attention_layernorm, hidden_states, x)
-    return total + self.mlp(x)
+    dropout = self._modules.get("resid_attn_dropout", 0.0)
+    x, total = normalized_sum(self, self.post_attention_layernorm, hidden_states, x, dropout)
+    return total + (self.resid_mlp_dropout(self.mlp(x)) if dropout else self.mlp(x))
 
 
 @_replaces("fb54aa429555")  # Gemma2DecoderLayer, Gemma3DecoderLayer

@@ -620,6 +620,24 @@ def edited(method, old, new, folder):
     return names[method.__name__]
 
 
+def test_a_class_of_two_calls(tmp_path, monkeypatch):
+    """A class that was changed after the first call is not replaced by what the first call made:
+    one of two methods that are known, and a forward that calls a rotary function.
+    """
+    for kind, name, method, old, new in (
+        ("albert", "AlbertLayer", "ff_chunk", "self.ffn(", "2 * self.ffn("),
+        ("llama", "LlamaAttention", "forward", "=self.scaling", "=2 * self.scaling"),
+    ):
+        *_, plain, wanted = compare_models.runnable(*build(kind))
+        ff.accelerate(copy.deepcopy(plain))
+        cls = next(type(x) for x in plain.modules() if type(x).__name__ == name)
+        monkeypatch.setattr(cls, method, edited(getattr(cls, method), old, new, tmp_path))
+        model = copy.deepcopy(plain)
+        assert name in ff.accelerate(model).replaced.values()
+        want = compare_models.results(plain, wanted[0][1])
+        assert compare_models.error(compare_models.results(model, wanted[0][1]), want) < 1e-5
+
+
 def test_a_model_whose_class_changes_is_restored(monkeypatch):
     layer = layer_of(gpt2)
     ff.accelerate(layer)

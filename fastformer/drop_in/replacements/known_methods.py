@@ -351,10 +351,12 @@ def unfit_parts(module: nn.Module) -> str | None:
 
 
 def unknown_layer(module: nn.Module) -> str | None:
-    """Return that a layer of transformers keeps its forward, if that may add sums to normalize."""
+    """Return that a layer of transformers keeps its forward, if it has a norm after a sum: one of
+    two norms or more.
+    """
     layer = any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
-    norms = any("Norm" in type(x).__name__ for x in module.children())
-    return UNKNOWN if layer and norms else None
+    norms = sum("Norm" in type(x).__name__ for x in module.children())
+    return UNKNOWN if layer and norms > 1 else None
 
 
 UNKNOWN = "its forward is none that accelerate knows: its residual sums and norms stay apart"

@@ -364,7 +364,7 @@ FORMS = {
     "bert, in chunks": ("bert", dict(chunk_size_feed_forward=1), "BertLayer"),
     "whisper in bfloat16": ("whisper", {}, "WhisperDecoderLayer"),
     "t5 in bfloat16": ("t5", {}, "T5DenseActDense"),
-    "mbart": ("mbart", {}, "MBartEncoderLayer"),
+    "mbart": ("mbart", {}, "MBartDecoderLayer"),
     "siglip": ("siglip", {}, "SiglipEncoderLayer"),
     "qwen3": ("qwen3", {}, "Qwen3DecoderLayer"),
     "gemma3_text": ("gemma3_text", {}, "Gemma3DecoderLayer"),

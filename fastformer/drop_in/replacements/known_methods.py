@@ -203,14 +203,26 @@ def _whisper_decoder(self, hidden_states, attention_mask=None, encoder_hidden_st
                      encoder_attention_mask=None, past_key_values=None, use_cache=True,
                      **kwargs):  # fmt: skip
     named = dict(past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
-    x, _ = self.self_attn(self.self_attn_layer_norm(hidden_states), **named)
+    x, _ = _attend(self, self.self_attn, self.self_attn_layer_norm(hidden_states), named)
     total = hidden_states
     if encoder_hidden_states is not None:
         x, total = normalized_sum(self, self.encoder_attn_layer_norm, total, x, _p(self))
         named |= dict(key_value_states=encoder_hidden_states, attention_mask=encoder_attention_mask)
-        x, _ = self.encoder_attn(x, **named)
+        x, _ = _attend(self, self.encoder_attn, x, named)
     x, total = normalized_sum(self, self.final_layer_norm, total, x, _p(self))
     return total + F.dropout(_fc1_fc2(self, x), self.dropout, self.training)
+
+
+@_replaces("26eac2539db3")  # MBartDecoderLayer, M2M100DecoderLayer (NLLB)
+def _mbart_decoder(self, *args, **kwargs):
+    return _whisper_decoder(self, *args, **kwargs)
+
+
+def _attend(layer, attention, x, named):
+    """Call the attention of a decoder; MBart's layers name its first argument."""
+    if _is(layer, _mbart_decoder):
+        return attention(hidden_states=x, **named)
+    return attention(x, **named)
 
 
 @_replaces("5e9498b6ae78")  # OPTDecoderLayer

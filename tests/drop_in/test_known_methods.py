@@ -364,7 +364,7 @@ FORMS = {
     "bert, in chunks": ("bert", dict(chunk_size_feed_forward=1), "BertLayer"),
     "whisper in bfloat16": ("whisper", {}, "WhisperDecoderLayer"),
     "t5 in bfloat16": ("t5", {}, "T5DenseActDense"),
-    "mbart": ("mbart", {}, "MBartEncoderLayer"),
+    "mbart": ("mbart", {}, "MBartDecoderLayer"),
     "siglip": ("siglip", {}, "SiglipEncoderLayer"),
     "qwen3": ("qwen3", {}, "Qwen3DecoderLayer"),
     "gemma3_text": ("gemma3_text", {}, "Gemma3DecoderLayer"),
@@ -437,7 +437,7 @@ def test_every_method_that_is_known_is_of_a_class():
 
 
 def methods_of_transformers():
-    for kind in {x.replace("-", "_").replace("xlm_", "") for x in TYPES} | {"mbart"}:
+    for kind in {x.replace("-", "_").replace("xlm_", "") for x in TYPES} | {"mbart", "phi3"}:
         module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
         for cls in vars(module).values():
             if inspect.isclass(cls):
@@ -618,6 +618,24 @@ def edited(method, old, new, folder):
     names = dict(method.__globals__)
     exec(compile(file.read_text(), str(file), "exec", dont_inherit=True), names)
     return names[method.__name__]
+
+
+def test_a_class_of_two_calls(tmp_path, monkeypatch):
+    """A class that was changed after the first call is not replaced by what the first call made:
+    one of two methods that are known, and a forward that calls a rotary function.
+    """
+    for kind, name, method, old, new in (
+        ("albert", "AlbertLayer", "ff_chunk", "self.ffn(", "2 * self.ffn("),
+        ("llama", "LlamaAttention", "forward", "=self.scaling", "=2 * self.scaling"),
+    ):
+        *_, plain, wanted = compare_models.runnable(*build(kind))
+        ff.accelerate(copy.deepcopy(plain))
+        cls = next(type(x) for x in plain.modules() if type(x).__name__ == name)
+        monkeypatch.setattr(cls, method, edited(getattr(cls, method), old, new, tmp_path))
+        model = copy.deepcopy(plain)
+        assert name in ff.accelerate(model).replaced.values()
+        want = compare_models.results(plain, wanted[0][1])
+        assert compare_models.error(compare_models.results(model, wanted[0][1]), want) < 1e-5
 
 
 def test_a_model_whose_class_changes_is_restored(monkeypatch):

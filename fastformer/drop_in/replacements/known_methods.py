@@ -141,6 +141,7 @@ def _gpt2(self, hidden_states, past_key_values=None, attention_mask=None,
 
 
 @_replaces("40d05b85fcb7")  # LlamaDecoderLayer; also of Mistral, Qwen and Gemma
+@_replaces("3e69688fff9f")  # Phi3DecoderLayer, which has dropouts
 def _llama(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None,
            use_cache=False, position_embeddings=None, **kwargs):  # fmt: skip
     x, _ = self.self_attn(
@@ -148,8 +149,9 @@ def _llama(self, hidden_states, attention_mask=None, position_ids=None, past_key
         position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache,
         position_embeddings=position_embeddings, **kwargs,
     )  # fmt: skip
-    x, total = normalized_sum(self, self.post_attention_layernorm, hidden_states, x)
-    return total + self.mlp(x)
+    dropout = self._modules.get("resid_attn_dropout", 0.0)
+    x, total = normalized_sum(self, self.post_attention_layernorm, hidden_states, x, dropout)
+    return total + (self.resid_mlp_dropout(self.mlp(x)) if dropout else self.mlp(x))
 
 
 @_replaces("fb54aa429555")  # Gemma2DecoderLayer, Gemma3DecoderLayer
@@ -201,14 +203,26 @@ def _whisper_decoder(self, hidden_states, attention_mask=None, encoder_hidden_st
                      encoder_attention_mask=None, past_key_values=None, use_cache=True,
                      **kwargs):  # fmt: skip
     named = dict(past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
-    x, _ = self.self_attn(self.self_attn_layer_norm(hidden_states), **named)
+    x, _ = _attend(self, self.self_attn, self.self_attn_layer_norm(hidden_states), named)
     total = hidden_states
     if encoder_hidden_states is not None:
         x, total = normalized_sum(self, self.encoder_attn_layer_norm, total, x, _p(self))
         named |= dict(key_value_states=encoder_hidden_states, attention_mask=encoder_attention_mask)
-        x, _ = self.encoder_attn(x, **named)
+        x, _ = _attend(self, self.encoder_attn, x, named)
     x, total = normalized_sum(self, self.final_layer_norm, total, x, _p(self))
     return total + F.dropout(_fc1_fc2(self, x), self.dropout, self.training)
+
+
+@_replaces("26eac2539db3")  # MBartDecoderLayer, M2M100DecoderLayer (NLLB)
+def _mbart_decoder(self, *args, **kwargs):
+    return _whisper_decoder(self, *args, **kwargs)
+
+
+def _attend(layer, attention, x, named):
+    """Call the attention of a decoder; MBart's layers name its first argument."""
+    if _is(layer, _mbart_decoder):
+        return attention(hidden_states=x, **named)
+    return attention(x, **named)
 
 
 @_replaces("5e9498b6ae78")  # OPTDecoderLayer
@@ -349,10 +363,12 @@ def unfit_parts(module: nn.Module) -> str | None:
 
 
 def unknown_layer(module: nn.Module) -> str | None:
-    """Return that a layer of transformers keeps its forward, if that may add sums to normalize."""
+    """Return that a layer of transformers keeps its forward, if it has a norm after a sum: one of
+    two norms or more.
+    """
     layer = any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
-    norms = any("Norm" in type(x).__name__ for x in module.children())
-    return UNKNOWN if layer and norms else None
+    norms = sum("Norm" in type(x).__name__ for x in module.children())
+    return UNKNOWN if layer and norms > 1 else None
 
 
 UNKNOWN = "its forward is none that accelerate knows: its residual sums and norms stay apart"

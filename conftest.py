@@ -178,8 +178,8 @@ def pytest_runtest_makereport():
 def pytest_terminal_summary(terminalreporter):
     """Print the ten slowest files, and how many kernels the tests of --gpu have launched."""
     if _kernels:
-        bound = f"{len(_kernels)} kernels were launched by the tests of --gpu, of {MOST_KERNELS}"
-        terminalreporter.write_line(f"{bound} that they may launch")
+        found = f"{len(_kernels)} kernels were launched by the tests of --gpu"
+        terminalreporter.write_line(f"{found}; at most {MOST_KERNELS} are allowed")
     files = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if hasattr(report, "cpu_seconds"):

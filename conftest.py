@@ -93,11 +93,12 @@ def pytest_collection_modifyitems(config, items):
 
 def _leave_out_cases(cases):
     """Mark cases of a test under one backend with_all. Those that KILLERS lists stay (each was the
-    first to fail for a planted bug); if it lists none, the case whose name has the lowest checksum
-    stays. Where the test is marked `sample`, about two thirds of the others are also with_slow.
+    first to fail for a planted bug), and those of ON_GPU; if there are none, the case whose name
+    has the lowest checksum stays. Where the test is marked `sample`, about two thirds of the others
+    are also with_slow.
     """
     checksums = {item: zlib.crc32(item.nodeid.encode()) for item in cases}
-    chosen = {item for item in cases if item.nodeid in KILLERS}
+    chosen = {item for item in cases if item.nodeid in KILLERS | ON_GPU}
     chosen = chosen or {min(cases, key=checksums.__getitem__)}
     for item in checksums.keys() - chosen:
         item.add_marker(pytest.mark.with_all)
@@ -108,21 +109,25 @@ def _leave_out_cases(cases):
 # How many kernels the tests of --gpu launch, in the interpreter or on a GPU, which compiles each:
 # they differ in the function, in compile-time constants and options, or in dtypes and alignments.
 
-_kernels = set()
+MOST_KERNELS = 400
+_kernels, _running = set(), ""
 
 
-def pytest_configure(config):
-    if config.getoption("gpu"):
-        from fastformer.kernels import launch
+@pytest.fixture(scope="session", autouse=True)
+def counted_kernels(request):
+    if request.config.getoption("benchmark_only", False):
+        return
+    from fastformer.kernels import launch
 
-        start = launch.Launch.through_triton
+    start = launch.Launch.through_triton
 
-        def count(self, *pointers):
+    def count(self, *pointers):
+        if _running in ON_GPU:
             name = self._kernel.fn.__module__, self._kernel.fn.__name__
             _kernels.add(str((name, self._options, _kinds((pointers, self._arguments)))))
-            return start(self, *pointers)
+        return start(self, *pointers)
 
-        launch.Launch.through_triton = count
+    launch.Launch.through_triton = count
 
 
 def _kinds(x):
@@ -136,9 +141,12 @@ def _kinds(x):
     return type(x) if isinstance(x, float) else str(x)
 
 
+@pytest.hookimpl(trylast=True)  # after the processes of pytest-xdist
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["kernels"] = [*_kernels]
+    elif len(_kernels) > MOST_KERNELS:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -154,9 +162,9 @@ def _processor_seconds():
     return sum(os.times()[:4])
 
 
-def pytest_runtest_logstart():
-    global _measured
-    _measured = _processor_seconds()
+def pytest_runtest_logstart(nodeid):
+    global _measured, _running
+    _measured, _running = _processor_seconds(), nodeid
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -168,9 +176,10 @@ def pytest_runtest_makereport():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the ten slowest files and, with --gpu, the number of kernels."""
-    if terminalreporter.config.getoption("gpu"):
-        terminalreporter.write_line(f"{len(_kernels)} kernels were launched")
+    """Print the ten slowest files, and how many kernels the tests of --gpu have launched."""
+    if _kernels:
+        found = f"{len(_kernels)} kernels were launched by the tests of --gpu"
+        terminalreporter.write_line(f"{found}; at most {MOST_KERNELS} are allowed")
     files = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if hasattr(report, "cpu_seconds"):

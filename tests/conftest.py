@@ -182,13 +182,13 @@ _bugs = Counter()  # by test
 
 
 def pytest_itemcollected(item):
-    """Plant every third bug of a test with --all alone, and the others with --all --slow:
+    """Plant every sixth bug of a test with --all alone, and the others with --all --slow:
     benchmarks/results has on record that the tests see them.
     """
     if hasattr(item, "callspec") and item.callspec.params.get("bug") is not None:
         of_test = item.nodeid.partition("[")[0]
         item.add_marker(pytest.mark.with_all)
-        if _bugs[of_test] % 3:
+        if _bugs[of_test] % 6:
             item.add_marker(pytest.mark.with_slow)
         _bugs[of_test] += 1
 

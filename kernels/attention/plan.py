@@ -465,20 +465,6 @@ class ForwardPlan(Plan):
         self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
         self.forward = self.launch["forward"]
 
-    def may_copy_by_tma(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Return whether a kernel may copy the inputs by TMA, and fold the scale."""
-        tensors = query, key, value
-        return (
-            self.arch == "sm_90"
-            and query.element_size() == 2
-            and self.has.fold_scale
-            and not self.tile.wide
-            and self.head_block <= 128
-            and all(x.numel() and x.stride(2) > 0 and x.shape[3] % 8 == 0 for x in tensors)
-            and all(n % 8 == 0 for x in tensors for n in x.stride()[:3])
-            and not any(x.data_ptr() & 15 for x in tensors)
-        )
-
 
 class DecodePlan(Plan):
     """The split-KV forward: a kernel over parts of the keys, and a kernel that merges the parts.

@@ -53,8 +53,8 @@ def main(rank: int, world: int, file: str, names: list[str]) -> bool:
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    faulthandler.dump_traceback_later(400, exit=True)  # where it hangs
     for name in names:
+        faulthandler.dump_traceback_later(400, exit=True)  # where it hangs
         wrong, ended = "", False
         try:
             getattr(parallel_checks, name)(Path(file).parent)

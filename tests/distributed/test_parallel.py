@@ -27,7 +27,7 @@ def worker(folder, world, *words):
         [sys.executable, str(HERE / "parallel_worker.py"), str(world), str(folder), *words],
         capture_output=True,
         text=True,
-        timeout=600 if "--broken" not in words else None,
+        timeout=1200 if "--broken" not in words else None,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )
     return [json.loads(line) for line in process.stdout.splitlines()], process.stderr[-4000:]

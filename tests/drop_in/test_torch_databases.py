@@ -477,7 +477,7 @@ def test_as_torch(entry, backend, request):
     Where all run, that every difference that is listed occurs.
     """
     slow = request.config.getoption("slow")
-    few, many = (331, 11) if backend == "triton" else (1 if entry == ODD else 31, 1)
+    few, many = (331, 11) if backend == "triton" else (5 if entry == ODD else 61, 1)
     step = many if slow else few
     unlisted, occurred = [], set()
     for call in itertools.islice(ENTRIES[entry](), 0, None, step):

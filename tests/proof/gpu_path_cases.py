@@ -203,8 +203,8 @@ def bias(*shape: int, dtype: torch.dtype = BF16) -> dict[str, Callable[[], Tenso
     return {"bias": lambda: normal(*shape, dtype=dtype)}
 
 
-case(SDPA, "attention, lengths and dropout", qkv(2, 2, S, 64, **LENGTHS), FOUR, sampled=True,
-     **DROPOUT)  # fmt: skip
+case(SDPA, "attention, lengths and dropout", qkv(2, 2, S, 64, **LENGTHS),
+     ("dense", "shifted", "swapped"), sampled=True, **DROPOUT)  # fmt: skip
 case(SDPA, "attention, causal, 128", qkv(1, 2, 130, 128), is_causal=True)
 case(SDPA, "attention, moved", qkv(2, 2, 40, 64), MOVED, sampled=True)
 case(SDPA, "attention, sinks", qkv(2, 2, 40, 64, sinks=lambda: normal(2)),

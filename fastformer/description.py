@@ -175,7 +175,7 @@ def _fields_named(names: Iterable[str]) -> Callable[[Attention], tuple[Any, ...]
     return operator.itemgetter(*map(Attention._fields.index, names))
 
 
-tensor_fields = _fields_named(_TENSORS)
+tensor_fields = _fields_named(n for n in _TENSORS if n != "mask_bits")  # that plans depend on
 other_fields = _fields_named(n for n in Attention._fields if n not in _TENSORS)
 _WINDOW, _SHARD = map(Attention._fields.index, ("window", "shard"))
 _BEYOND_TORCH = tuple((o.name, Attention._fields.index(o.name)) for o in OPTIONS if not o.by_torch)

@@ -47,8 +47,9 @@ class BlockMask:
         lists[0, begin + whole : begin + whole + part] those of the partly seen tiles, in ascending
         order. In a row they count columns of tiles, and in a column they count rows. lists[1] and
         lists[2] are the low and the high 16 bits of the slot of each tile in `bits`, which is 1 for
-        a whole tile. They have 16 bits because Triton's pipeliner would copy a scalar of 32 bits
-        through shared memory. Entries of `spans` may share parts of `lists`, in any order.
+        a whole tile. N may be larger than the number of entries. They have 16 bits because Triton's
+        pipeliner would copy a scalar of 32 bits through shared memory. Entries of `spans` may share
+        parts of `lists`, in any order.
     bits: [slots, 256] int32, the elements of the different tiles: query i and key j of a tile are
         bit j % 32 of word 2 i + j // 32. Equal tiles share a slot, in rows and in columns. Slot 0
         has no bit set, and slot 1 has all of them set.
@@ -561,7 +562,9 @@ def _listed(shape: Shape, slots: Tensor, bits: Tensor) -> BlockMask:
         begin += len(index)
         spans.append(torch.stack([run, longest, starts, *counts], -1).int())
         lists.append(torch.stack([index, slot & 0xFFFF, slot >> 16]).to(torch.int16))
-    return BlockMask(shape, torch.cat(spans, 2), torch.cat(lists, 1), bits)
+    entries = torch.cat(lists, 1)  # of few lengths, so that calls of similar masks share a plan
+    step = max(16, (1 << max(0, begin - 1).bit_length()) // 8)
+    return BlockMask(shape, torch.cat(spans, 2), F.pad(entries, (0, -begin % step)), bits)
 
 
 def _combined(combine: Callable[..., Tensor], a: BlockMask, b: BlockMask) -> BlockMask:

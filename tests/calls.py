@@ -132,6 +132,9 @@ def scaled_dot_product_attention(draw, whole=False):
     for b, n in enumerate(tensors.get("key_lengths", torch.tensor([])).tolist()):
         value[b, :, n:] = math.nan
     options |= {"return_lse": draw.often(), **draw.dropout()}
+    if not whole and "attn_mask" in tensors and draw.often():
+        sizes = dict(Sq=tensors["query"].shape[2], Sk=columns)
+        options["attn_mask"] = ff.block_mask(tensors.pop("attn_mask"), **sizes)
     if not whole and draw.often(0.25):
         options["shard"] = shard(draw, tensors)
     return {**tensors, "value": value}, options
@@ -171,6 +174,9 @@ def packed_attention(draw):
     options |= {**band(draw), **draw.dropout(), "return_lse": draw.often()}
     options["softcap"] = draw.one(None, None, 5.0)
     if draw.often(0.3):
+        seen = draw.random.random((draw.one(1, groups * share), queries, keys)) < 0.7
+        options["attn_mask"] = ff.block_mask(draw.view(seen, True))
+    elif draw.often(0.3):
         slopes = draw.random.random(draw.one((groups * share,), (batch, groups * share)))
         options["alibi_slopes"] = draw.view(slopes.astype(np.float32), np.nan)
     if draw.often(0.4):

@@ -31,8 +31,10 @@ from torch import Tensor
 from fastformer import environment
 from fastformer.description import Attention, next_power_of_2
 from fastformer.dispatch.operation import OPERATIONS, ROW_DIMS, Arguments
+from fastformer.mask_tiles import COLUMNS, ROWS, block_mask, tile_elements, tile_slots
 
 FORMAT = 2
+BLOCKS = "mask_spans", "mask_lists", "mask_bits"
 MACHINE = ("gpu", "driver", "torch", "triton", "fastformer")
 
 _log = logging.getLogger("fastformer")
@@ -148,10 +150,19 @@ def cut(op: str, arguments: Arguments, queries: int, keys: int) -> Arguments:
     first = {}  # the tokens of the first sequence of a packed batch
     if fields.get("cu_seqlens_q") is not None:
         first = {side: int(fields[f"cu_seqlens_{side}"][1]) for side in "qk"}
+    blocks: dict[str, Tensor] = {}
+    if fields.get("mask_spans") is not None:
+        spans, lists, bits = (fields[name] for name in BLOCKS)
+        full = [fields[name].shape[0 if first else 2] for name in ("query", "key")]
+        q, k = first.values() if first else (min(queries, full[0]), min(keys, full[1]))
+        slots = tile_slots(spans, lists, *full)[:2, :, : -(-q // ROWS), : -(-k // COLUMNS)]
+        blocks = dict(zip(BLOCKS, block_mask(tile_elements(bits, slots)[..., :q, :k]).tensors))
 
     def smaller(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
+        if name in blocks:
+            return blocks[name]
         if first and name.startswith("cu_seqlens"):
             return x[:2]
         if first and name in ("query", "key", "value", "bias"):

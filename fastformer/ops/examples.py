@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastformer.dispatch.operation import Arguments
+from fastformer.mask_tiles import BlockMask
 
 P, SEED = 0.1, 7  # of dropout
 
@@ -28,7 +29,7 @@ def calls(
     classes. gradient: the inputs require gradients, but for decoding, which has none.
     """
     N, G, page = H * D, max(1, H // 4), 16
-    blocks = -(-S // page)  # of the keys of a sequence
+    count = -(-S // page)  # pages of the keys of a sequence
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         x = torch.randn(shape, device=device) * scale
@@ -51,6 +52,8 @@ def calls(
     yield attention, dict(inputs(), key_lengths=lengths) | dropout
     mask = torch.arange(S, device=device) < lengths.view(B, 1, 1, 1)
     yield attention, dict(inputs(), attn_mask=mask) | dropout
+    blocks = BlockMask.longformer(S, S // 16, 64, device=device)
+    yield attention, dict(inputs(), attn_mask=blocks) | dropout
     offsets = S * torch.arange(B + 1, dtype=torch.int32, device=device)
     packed: Arguments = {n: normal(B * S, H, D) for n in ("query", "key", "value")}
     packed |= dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=S, max_k=S)
@@ -59,8 +62,8 @@ def calls(
     with torch.no_grad():
         cached = {name: x.detach() for name, x in zip(("key", "value"), (heads(G, S), heads(G, S)))}
         yield attention, dict(query=heads(H, 1), **cached, enable_gqa=G != H, **one)
-        pages = {f"{n}_pages": normal(B * blocks, page, G, D).detach() for n in ("key", "value")}
-        table = torch.arange(B * blocks, device=device, dtype=torch.int32).view(B, -1)
+        pages = {f"{n}_pages": normal(B * count, page, G, D).detach() for n in ("key", "value")}
+        table = torch.arange(B * count, device=device, dtype=torch.int32).view(B, -1)
         yield "paged_attention", dict(query=heads(H, 1), **pages, block_table=table, **one)
 
     angles = torch.randn(S, D // 2, device=device).repeat(1, 2)

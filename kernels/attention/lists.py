@@ -78,12 +78,6 @@ def load_lists(optional, strides, sizes, b, h, own, OWNS_KEYS: tl.constexpr):
 
 
 @triton.jit
-def with_lists(head, lists):
-    """Return the head with the lists that its loops read."""
-    return Head(head.draws, head.mask, head.bias, head.slope, head.sequence, head.call, lists)
-
-
-@triton.jit
 def _entries_within(lists, begin, end, tiles, SIZE: tl.constexpr):
     """Return which of the entries begin <= e < end, in ascending order, the band reaches; `tiles`
     are those of `listed_spans`.
@@ -99,10 +93,10 @@ def _entries_within(lists, begin, end, tiles, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _ranges(call, own, WIDTH: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
-    """Return (first, end) [WIDTH]: the keys that the queries from `own` on see by documents and
-    band or, if the program owns keys, the queries that see these. Rows past the end have the range
-    of the last one.
+def _range(call, t, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
+    """Return (first, end): the keys that query t sees by documents and band, or the queries that
+    see key t if the program owns keys. t is a number or [WIDTH]; one past the end has the range of
+    the last one. Neither decreases with t.
     """
     mine, other, size = call.optional.slopes, call.optional.lengths, call.sizes.queries
     left, right = call.band.left, call.band.right
@@ -110,18 +104,33 @@ def _ranges(call, own, WIDTH: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.con
         mine, other, size = other, mine, call.sizes.keys
         left, right = right, left
     documents = call.strides.slope_batch
-    t = tl.minimum(own + tl.arange(0, WIDTH), size - 1)
-    d = tl.zeros([WIDTH], tl.int32)
-    for start in tl.range(1, documents, 16):
-        entry = start + tl.arange(0, 16)
-        offset = tl.load(mine + entry, mask=entry < documents, other=2**31 - 1)
-        d += tl.sum((offset[None, :] <= t[:, None]).to(tl.int32), 1)
+    t = tl.minimum(t, size - 1)
+    d = t * 0
+    for n in tl.range(0, 21):  # the last document that begins at or before t
+        later = d + (1 << (20 - n))
+        offset = tl.load(mine + later, mask=later < documents, other=2**31 - 1)
+        d = tl.where(offset <= t, later, d)
     first, end = tl.load(other + d), tl.load(other + d + 1)
     if has.bottom_right:
         place = t + (end - tl.load(mine + d + 1))
     else:
         place = t + (first - tl.load(mine + d))
     return clamp(place - left, first, end), clamp(place + right + 1, first, end)
+
+
+@triton.jit
+def with_lists(head, lists, own, WIDTH: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
+    """Return the head with the lists that its loops read and, in a packed batch, the ranges of the
+    queries or keys that the program owns.
+    """
+    if has.lists == 3:
+        low, high = _range(head.call, own + tl.arange(0, WIDTH), has, OWNS_KEYS)
+        lists = Lists(
+            lists.run_begin, lists.run_end, lists.begin, lists.part, lists.end, lists.tiles,
+            lists.size, lists.bits, lists.cut, lists.first, lists.jump, lists.gap, lists.skip,
+            low, high,
+        )  # fmt: skip
+    return Head(head.draws, head.mask, head.bias, head.slope, head.sequence, head.call, lists)
 
 
 @triton.jit
@@ -135,13 +144,13 @@ def listed_spans(
     width: tl.constexpr = tile.rows if OWNS_KEYS else tile.columns
     SIZE: tl.constexpr = ROWS if OWNS_KEYS else COLUMNS
     PARTS: tl.constexpr = SIZE // width
-    low, high = 0, 0
     if has.lists == 3:
-        low, high = _ranges(call, own, tile.columns if OWNS_KEYS else tile.rows, has, OWNS_KEYS)
-        last = tl.max(high, 0)
-        begin = tl.cdiv(tl.max(low, 0), width) * width
-        unmasked_end = tl.maximum(begin, tl.min(high, 0) // width * width)
-        tiles = tl.min(low, 0) // width * width, begin, unmasked_end, last
+        lo, hi = _range(call, own, has, OWNS_KEYS)
+        begin, last = _range(
+            call, own + (tile.columns if OWNS_KEYS else tile.rows) - 1, has, OWNS_KEYS
+        )
+        begin = tl.cdiv(begin, width) * width
+        tiles = lo // width * width, begin, tl.maximum(begin, hi // width * width), last
     if OWNS_KEYS and not tile.split:  # one loop
         tiles = tiles[0], tiles[0], tiles[0], tiles[3]
     if has.lists >= 2:
@@ -154,7 +163,7 @@ def listed_spans(
         edge = 0, cut + (whole - begin + end - part) * PARTS, 0, 0
         lists = Lists(
             lists.run_begin, lists.run_end, begin, whole, end, lists.tiles, lists.size, lists.bits,
-            cut, first, jump, gap, part - whole, low, high,
+            cut, first, jump, gap, part - whole,
         )  # fmt: skip
         return lists, run, (0, 0, 0, 0), edge
     else:
@@ -235,7 +244,7 @@ def listed_keys(
         if tile.columns == COLUMNS:
             words = tl.where(j < 32, words, tl.load(base + i * 2 + 1))
         seen = ((words >> (j & 6)) & (1 << (j & 25))) != 0
-    if has.lists >= 2 or has.bias == 1:
+    if has.lists == 2 or has.bias == 1:
         seen = keys.ok & seen
     if has.lists == 3:
         n = n0 + tl.arange(0, tile.columns)

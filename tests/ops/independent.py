@@ -169,9 +169,9 @@ def attention(
 def packed_attention(
     query, key, value, cu_seqlens_q, cu_seqlens_k, *, is_causal=False, window=None,
     causal_alignment="top_left", sinks=None, dropout_p=0.0, dropout_seed=0, scale=None, max_q=0,
-    max_k=0, bias=None, alibi_slopes=None, softcap=None, return_lse=True,
+    max_k=0, bias=None, alibi_slopes=None, softcap=None, return_lse=True, attn_mask=None,
 ):  # fmt: skip
-    """(output [Tq, H, Dv], lse [H, Tq])"""
+    """(output [Tq, H, Dv], lse [H, Tq]). With a mask, dropout counts the tokens of all."""
     heads, groups, batch = query.shape[1], key.shape[1], len(cu_seqlens_q) - 1
     sinks = np.full(heads, -np.inf) if sinks is None else sinks
     bias = np.zeros(len(key)) if bias is None else bias
@@ -185,13 +185,20 @@ def packed_attention(
         shape = rows.stop - rows.start, columns.stop - columns.start
         for h in range(heads):
             g = h * groups // heads
+            if attn_mask is None:
+                seen = np.ones(shape, bool)
+                factors = tile_factors(shape, b * heads + h, dropout_p, dropout_seed)
+            else:
+                seen, tokens = attn_mask[0, h % attn_mask.shape[1]][rows, columns], len(query)
+                factors = tile_factors((tokens, len(key)), h, dropout_p, dropout_seed)
+                factors = np.broadcast_to(factors, (tokens, len(key)))[rows, columns]
             output[rows, h], lse[h, rows], _ = one_head(
-                query[rows, h], key[columns, g], value[columns, g], np.ones(shape, bool),
+                query[rows, h], key[columns, g], value[columns, g], seen,
                 np.broadcast_to(bias[columns], shape),
                 scale=query.shape[2] ** -0.5 if scale is None else scale,
                 causal=is_causal, window=window, bottom=causal_alignment == "bottom_right",
                 keys=shape[1], slope=slopes[b, h], softcap=softcap, sink=sinks[h],
-                factors=tile_factors(shape, b * heads + h, dropout_p, dropout_seed),
+                factors=factors,
             )  # fmt: skip
     return [output, lse]
 

@@ -56,6 +56,7 @@ MATHEMATICS = {
 
 def array(x):
     """A tensor in NumPy, float64 where it is floating; what nobody may read is a zero."""
+    x = x.dense() if isinstance(x, ff.BlockMask) else x
     if not isinstance(x, torch.Tensor):
         return x
     x = x.detach().cpu()

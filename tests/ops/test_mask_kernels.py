@@ -246,6 +246,20 @@ def test_hidden_values(device):
         torch.testing.assert_close(poisoned, clean, atol=1e-5, rtol=1e-5)
 
 
+def test_similar_masks_share_a_plan():
+    """The lists have few lengths."""
+    from fastformer.kernels import launch
+
+    x = torch.randn(1, 1, N, 16)
+    masks = [ff.block_mask(PATTERNS[name]) for name in ("Longformer", "a sink and window")]
+    with use_backend("triton"):
+        for mask in masks:
+            ff.scaled_dot_product_attention(x, x, x, mask)
+    slots = [mask.slots().gt(0).sum() for mask in masks]
+    assert slots[0] != slots[1] and masks[0].lists.shape == masks[1].lists.shape
+    assert len(launch.plans) == 1
+
+
 def test_what_explain_says():
     x = [torch.randn(1, 1, 8, 16), *torch.randn(2, 1, 1, N, 16)]
     mask = ff.block_mask(PATTERNS["prefix"][:8])

@@ -22,6 +22,7 @@ from fastformer import tuning, use_backend
 from fastformer.dispatch import autograd, backends, measurements
 from fastformer.dispatch.measurements import Entry
 from fastformer.dispatch.operation import OPERATIONS
+from fastformer.mask_tiles import dense_mask
 from fastformer.ops import examples
 
 MACHINE = measurements.machine
@@ -573,6 +574,24 @@ def test_class_of_tells_calls_apart():
     different += [{n: x.half() for n, x in base.items()}, dict(dropout_p=0.1, dropout_seed=1)]
     found = [class_of(OP, **base | options) for options in different]
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_block_mask_is_cut(packed):
+    """The part of a call has the mask of the tokens that it keeps."""
+    dense = torch.rand(1 if packed else 3, 1, 300, 400) < 0.3
+    given = dict(zip(("query", "key", "value"), (torch.randn(3, 1, n, 8) for n in (300, 400, 400))))
+    op, q, k = "scaled_dot_product_attention", 150, 100
+    if packed:
+        op, q, k = "packed_attention", 140, 70
+        given = {name: x[0].transpose(0, 1) for name, x in given.items()}
+        sides = dict(q=[0, q, 300], k=[0, k, 400])
+        given |= {f"cu_seqlens_{n}": torch.tensor(x).int() for n, x in sides.items()}
+        given |= dict(max_q=160, max_k=330)
+    call = backends.checked(op, **given, attn_mask=ff.block_mask(dense))
+    part = measurements.cut(op, call, 150, 100)["attention"]
+    have = dense_mask(part.mask_spans, part.mask_lists, part.mask_bits, q, k)
+    assert torch.equal(have, dense[:2, :, :q, :k])
 
 
 @pytest.mark.parametrize("op", sorted(SMALL))

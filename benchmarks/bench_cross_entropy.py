@@ -2,9 +2,9 @@
 fused op, and Liger; cross_entropy of given logits beside these and QuACK, which does not smooth
 labels.
 
-FLOPs: 2 M N V forward, three times that with the gradients. Least bytes: the parameters and the
-input once, and with gradients these once more. The column MiB shows which provider stores the
-logits.
+FLOPs: 2 M N V forward, three times that with the gradients; with the entropy four times, as the
+logits are computed again. Least bytes: the parameters and the input once, and with gradients these
+once more. The column MiB shows which provider stores the logits.
 """
 
 import pytest
@@ -59,6 +59,36 @@ LINEAR = {
     "compile": compiled(_torch),
     "liger": _liger,
 }
+
+
+@pytest.mark.parametrize("provider", [*available("torch", "compile"), *OURS])
+@pytest.mark.parametrize("classes", CLASSES[:2])
+def test_entropy(compare, random, device, mode, classes):
+    """The objective of a policy: log-probabilities of tokens, and the entropy of each."""
+    x, weight = random(ROWS, WIDTH), random(classes, WIDTH, unit_sum=True)
+    target = torch.randint(0, classes, (ROWS,), device=device)
+    both = mode == "forward+backward"
+    compare(
+        f"linear_cross_entropy and entropy V={classes} rows={ROWS}", POLICY, _policy,
+        (x, weight, target), flops=2 * ROWS * WIDTH * classes * (4 if both else 1),
+        nbytes=(x.nbytes + weight.nbytes) * (2 if both else 1),
+        rows=ROWS, width=WIDTH, classes=classes,
+    )  # fmt: skip
+
+
+def _policy(x, weight, target):
+    options = dict(reduction="none", temperature=0.7, return_entropy=True)
+    loss, entropy = ff.linear_cross_entropy(x, weight, target, **options)
+    return loss - 0.01 * entropy
+
+
+def _torch_policy(x, weight, target):
+    logp = (F.linear(x, weight).float() / 0.7).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    return F.nll_loss(logp, target, reduction="none") - 0.01 * entropy
+
+
+POLICY = {"torch": _torch_policy, "compile": compiled(_torch_policy)}
 
 
 @pytest.mark.parametrize("provider", [*available("torch", "compile"), *OURS])

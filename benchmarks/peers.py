@@ -52,7 +52,7 @@ PACKAGES = {
 }
 ON_CACHES = ["paged", "unsplit", "read"]
 ON_GPU = dict.fromkeys(
-    ["packed", "cudnn", "flash", "efficient", "addmm_activation", *PACKAGES, *ON_CACHES],
+    ["packed", "split", "cudnn", "flash", "efficient", "addmm_activation", *PACKAGES, *ON_CACHES],
     "needs a GPU",
 ) | {
     "triton": "needs a GPU: the speed of the interpreter means nothing",

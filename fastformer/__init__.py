@@ -8,6 +8,7 @@ _here = Path(__file__).resolve().parent
 if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this folder
     __path__.append(str(_here.parent))
 
+from fastformer.batch_invariance import batch_invariant
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import DecoderCache
 from fastformer.cache.paged import PagedKVCache
@@ -114,6 +115,7 @@ __all__ = [
     "accelerate",
     "attention",
     "attention_weights",
+    "batch_invariant",
     "beam_search",
     "block_mask",
     "clones",

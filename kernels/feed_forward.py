@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.batch_invariance import on
 from fastformer.description import RowShard, row_shard
 
 from .common import INTERPRETED, dropout_arguments, dropout_keep, dropout_stream
@@ -56,6 +57,7 @@ from .launch import (
     unit_stride,
     unsupported_dtype,
 )
+from .products import CONFIGURATIONS, GROUP_ROWS, Tiles, configuration, linear, matmul, product
 from .registration import register
 from .tuned import TuningKey, choose, flags, named
 
@@ -71,30 +73,8 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Tiles(NamedTuple):
-    """The rows, columns (hidden units) and features of a tile, its warps, and its stages."""
-
-    rows: int
-    columns: int
-    features: int
-    warps: int
-    stages: int
-
-
-# By architecture: tiles for 16-bit inputs and for float32. benchmarks/proof/compile_gate.py prints
-# the registers and spills of each.
-CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
-    "sm_90": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
-    "sm_100": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
-    "sm_80": (Tiles(128, 128, 32, 8, 3), Tiles(64, 64, 32, 4, 3)),
-    "sm_86": (Tiles(128, 128, 32, 8, 3), Tiles(64, 64, 32, 4, 2)),
-    "gfx942": (Tiles(128, 128, 32, 8, 2), Tiles(64, 64, 32, 4, 2)),
-    "interpreter": (Tiles(256, 256, 256, 4, 1), Tiles(256, 256, 256, 4, 1)),
-    "other": (Tiles(64, 64, 32, 4, 2), Tiles(64, 64, 16, 4, 1)),
-}
 # Other ways to compute h: torch's GEMM, then one elementwise kernel; torch's GEMM with relu.
 GEMM, GEMM_RELU = "torch's GEMM", "torch's GEMM with relu"
-GROUP_ROWS = 8  # row blocks that share the columns of w_1 in the L2 cache
 
 
 class Tile(NamedTuple):
@@ -106,11 +86,6 @@ class Tile(NamedTuple):
 
 ELEMENTWISE = Tile(256, 256) if INTERPRETED else Tile(32, 128)
 ELEMENTWISE_OPTIONS = [Tile(*x) for x in ((16, 128), (32, 128), (64, 128), (16, 256), (32, 256))]
-
-
-def configuration(arch: str, dtype: torch.dtype) -> Tiles:
-    """Choose the tiles of the GEMM by architecture and dtype."""
-    return CONFIGURATIONS.get(arch, CONFIGURATIONS["other"])[dtype == torch.float32]
 
 
 def ways(dtype: torch.dtype, relu_alone: bool) -> list[Tiles | str]:
@@ -567,7 +542,9 @@ def _output(hidden: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     output = hidden.new_empty(*hidden.shape[:-1], len(w))
     n = hidden.shape[:-1].numel()
     rows, flat = hidden.view(n, hidden.shape[-1]), output.view(n, len(w))
-    if b is None:
+    if on():
+        product(rows, w.t(), b, flat)
+    elif b is None:
         torch.mm(rows, w.t(), out=flat)
     else:
         torch.addmm(b, rows, w.t(), out=flat)
@@ -616,7 +593,7 @@ def _gradients(dy, hidden, dz, input, w_1, needs) -> tuple[Tensor, ...]:
     """
     x = input.reshape(len(dy), w_1.shape[1])
     return (
-        (dz @ w_1).view(input.shape) if needs[0] else input.new_empty(0),
+        matmul(dz, w_1).view(input.shape) if needs[0] else input.new_empty(0),
         dz.t() @ x if needs[1] else input.new_empty(0),
         dz.sum(0) if needs[2] else input.new_empty(0),
         dy.t() @ hidden if needs[3] else input.new_empty(0),
@@ -641,7 +618,7 @@ def backward(
     saved = saved.reshape(rows, width).contiguous()
     hidden, dz = saved, saved
     if needs[0] or needs[1] or needs[2] or (needs[3] and activation != "relu"):
-        dh = dy @ w_2
+        dh = matmul(dy, w_2)
         dz = torch.empty_like(dh)
         hidden = saved if activation == "relu" else torch.empty_like(dh)
         tensors = dh, saved, dz, hidden
@@ -670,7 +647,7 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
     def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard, *numbers):
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
         x = input.reshape(rows, input.shape[-1])
-        z = torch.nn.functional.linear(x, w, b)
+        z = linear(x, w, b)
         hidden = x.new_empty(rows, width)
         dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
         tensors, strides = (*z.chunk(2, 1), hidden), GateStrides(*[2 * width] * 3)
@@ -691,7 +668,7 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
         dy = grad_output.reshape(rows, w_2.shape[0])
         z = saved.reshape(rows, 2 * width).contiguous()
-        dh, dz = dy @ w_2, torch.empty_like(z)
+        dh, dz = matmul(dy, w_2), torch.empty_like(z)
         hidden = torch.empty_like(dh)
         tensors = dh, *z.chunk(2, 1), *dz.chunk(2, 1), hidden
         size, strides = Size(rows, width), GateStrides(*[2 * width] * 3)

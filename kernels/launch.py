@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.batch_invariance import on
 from fastformer.description import next_power_of_2 as next_power_of_2
 
 from .common import INTERPRETED
@@ -143,7 +144,19 @@ class TMALaunch(Launch):
 
 
 MOST_PLANS = 4096
-plans: dict[Any, Any] = {}
+
+
+class _Plans(dict[Any, Any]):
+    """The plans of calls by key; those within `batch_invariant` are others."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get((key, on()), default)
+
+    def __setitem__(self, key: Any, plan: Any) -> None:
+        super().__setitem__((key, on()), plan)
+
+
+plans = _Plans()
 
 
 def remembered(key: Any, plan: Any) -> Any:

@@ -332,7 +332,7 @@ def small_tiles():
 
     @contextlib.contextmanager
     def small_tiles(BM=16, BN=16):
-        from fastformer.kernels import embedding, launch, partial_sums, rotary
+        from fastformer.kernels import embedding, launch, partial_sums, products, rotary
         from fastformer.kernels import feed_forward as fed
         from fastformer.kernels.attention import plan, short_backward
         from fastformer.kernels.cross_entropy import launchers as cross_entropy
@@ -347,7 +347,8 @@ def small_tiles():
             patch.setattr(plan, "configuration", lambda *_: plan.Tiles(BM, BN, 4, 1))
             patch.setattr(short_backward, "tiles", short_tiles)
             patch.setitem(fed.CONFIGURATIONS, "interpreter", (fed.Tiles(16, 16, 16, 4, 1),) * 2)
-            patch.setattr(fed, "GROUP_ROWS", 2)  # three row blocks fill one and a half
+            for module in (fed, products):
+                patch.setattr(module, "GROUP_ROWS", 2)  # three row blocks fill one and a half
             patch.setattr(fed, "ELEMENTWISE", fed.Tile(16, 16))
             patch.setattr(norm, "ONE_BLOCK", 16)
             patch.setattr(norm, "configuration", lambda n, arch: norm.Tiles(2, 16, 4))

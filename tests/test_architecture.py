@@ -28,7 +28,7 @@ LAYERS = [
     {"ops"},
     {"dispatch"},
     {"checks", "environment", "kernels"},
-    {"cuda_graphs", "description", "eager", "numerics"},
+    {"batch_invariance", "cuda_graphs", "description", "eager", "numerics"},
     {"mask_tiles"},
     {"_version"},
 ]
@@ -106,13 +106,13 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 
 def test_kernels_know_torch_and_triton_only():
-    """And of fastformer the description of attention, which the launcher reads."""
+    """And of fastformer the description of attention and the state of `batch_invariant`."""
     allowed = {"torch", "triton", "numpy", *sys.stdlib_module_names}
     for path, node in ((f, node) for f in KERNELS for node in ast.walk(parsed(f))):
         if isinstance(node, ast.Import):
             roots = {a.name.split(".")[0] for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            if node.module == "fastformer.description":
+            if node.module in ("fastformer.description", "fastformer.batch_invariance"):
                 continue
             roots = {node.module.split(".")[0]}
         else:
@@ -187,7 +187,7 @@ def test_every_op_is_public_and_documented():
 def test_only_backends_choose():
     """Nothing else asks where a tensor lies in order to pick a backend, or names the kernels."""
     for path in FILES:
-        if path.stem not in ("backends", "cli", "copy_task", "environment"):
+        if path.stem not in ("backends", "batch_invariance", "cli", "copy_task", "environment"):
             assert "fastformer.kernels" not in _code(path), path.stem
 
 

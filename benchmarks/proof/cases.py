@@ -115,7 +115,7 @@ def _facts(op: str, size: int, kind: str) -> Case:
     return {}
 
 
-LETTERS = dict.fromkeys(("attention", "decode", "rotary_embedding", "feed_forward"), "d")
+LETTERS = dict.fromkeys(("attention", "decode", "rotary_embedding", "feed_forward", "product"), "d")
 LETTERS["cross_entropy"] = LETTERS["linear_kl_div"] = "v"
 
 
@@ -198,6 +198,8 @@ _add("sm_90", "linear_kl_div", "bf16", (32768,))
 _ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu2"
 _add("sm_90", "feed_forward", "bf16", (1024,), _dropped(_ACTIVATIONS, *_BOTH))
 _add("sm_90", "feed_forward", "fp32", (1024,), _dropped(["relu", "gelu"]))
+for _dtype in ("bf16", "fp32"):
+    _add("sm_90", "product", _dtype, (1024, 1040))
 for _op, _dtype in (("geglu", "bf16"), ("geglu", "fp32"), ("swiglu", "bf16")):
     _add("sm_90", _op, _dtype, (4096,))
 _add("sm_90", "gated_activation", "bf16", (4096,), ["", "limit"])
@@ -220,6 +222,8 @@ for _arch in ("sm_80", "sm_89", "sm_100", "sm_120", "gfx942", "gfx90a", "other")
     _add(_arch, "cross_entropy", "bf16", (32768,))
     _add(_arch, "feed_forward", "bf16", (1024,), _dropped(["relu", "gelu"]))
     _add(_arch, "feed_forward", "fp32", (1024,), ["gelu, dropout"])
+    _add(_arch, "product", "bf16", (1024,))
+    _add(_arch, "product", "fp32", (1024,))
 _add("sm_103", "attention", "bf16", (64, 128, 256), _WITH_EVERY)  # it takes the rows of sm_100
 _add("sm_103", "attention", "fp32", (128,), _WITH_EVERY)
 _add("sm_103", "feed_forward", "bf16", (1024,), ["gelu, dropout"])

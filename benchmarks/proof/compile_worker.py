@@ -35,7 +35,7 @@ sys.path.append(str(ROOT))
 import torch
 import triton
 import triton.language as tl
-from fastformer.kernels import embedding, feed_forward, launch, rotary, tuned
+from fastformer.kernels import embedding, feed_forward, launch, products, rotary, tuned
 from fastformer.kernels.attention import launchers as attention
 from fastformer.kernels.attention.configurations import Tiles
 from fastformer.kernels.cross_entropy import divergence
@@ -480,6 +480,13 @@ def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
     feed_forward.backward(torch.empty_like(output), *arguments, saved, [True] * 5)
 
 
+def call_product(case: dict[str, Any], recorder: Recorder) -> None:
+    """The products of a linear layer that do not sum over rows: y = x w^T + b, and dx = dy w."""
+    d, dtype = case["d"], DTYPES[case["dtype"]]
+    x, w, b = (empty(*shape, dtype=dtype) for shape in ((4096, d), (4 * d, d), (4 * d,)))
+    products.product(products.product(x, w.t(), b), w)
+
+
 CALLS = {
     "attention": call_attention,
     "decode": call_decode,
@@ -495,6 +502,7 @@ CALLS = {
     "swiglu": call_gated,
     "gated_activation": call_gated_activation,
     "feed_forward": call_feed_forward,
+    "product": call_product,
 }
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import checks
+from fastformer.batch_invariance import on
 from fastformer.cache.decoder import DecoderCache
 from fastformer.cuda_graphs import captured
 from fastformer.dispatch.backends import current_backend
@@ -162,7 +163,7 @@ class _CachedSteps(Steps):
         mask = None if self.src_mask is None else (self.src_mask.shape, self.src_mask.dtype)
         buffers = tuple(x.data_ptr() for x in self.cache.buffers())
         precision = torch.get_float32_matmul_precision(), checks.autocast_dtype(tokens)
-        given = tokens.shape, tokens.dtype, mask, current_backend(), precision
+        given = tokens.shape, tokens.dtype, mask, current_backend(), precision, on()
         return modules, repr(self.model), pointers, buffers, given
 
     def reorder(self, rows: Tensor, same_source: bool) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastformer.batch_invariance import on
 from fastformer.checks import seed_tensor
 from fastformer.description import Attention
 from fastformer.dispatch import autograd, measurements
@@ -134,6 +135,8 @@ def runs_directly() -> bool:
     A contract may then skip the dispatch. This looks at the state of the thread once.
     """
     if torch.compiler.is_compiling() or _context is not None or _autocasts() or _transforms():
+        return False
+    if on():
         return False
     state = _state.__dict__
     return (
@@ -278,7 +281,7 @@ def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
         return _explicit[op, backend]
     if torch.compiler.is_compiling():
         return Choice(op, "triton", "the tensors are on a GPU")
-    measured = _measured(op, arguments, first)
+    measured = None if on() else _measured(op, arguments, first)
     if measured is not None:
         return Choice(op, measured, "it was measured to be the fastest")
     return Choice(op, "triton", "the tensors are on a GPU" + _caveat(first.device))
@@ -433,6 +436,9 @@ def run(op: str, **arguments: Any) -> Any:
     if choice.backend == "reference":
         if backend == "auto" and not torch.compiler.is_compiling():
             _log_once(choice)
+        if on():
+            why = f"runs on the reference: {choice.reason}"
+            raise RuntimeError(f"batch_invariant() takes kernels alone, and {op} {why}")
         return OPERATIONS[op].reference(**arguments)
     return autograd.apply(op, arguments, "" if choice.backend == "triton" else choice.backend)
 

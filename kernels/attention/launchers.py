@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.batch_invariance import on
 from fastformer.description import MAX_HEAD_DIM, PACKED_SCHEMA, SCHEMA, Attention, parts, unpack
 
 from .. import rotary
@@ -39,10 +40,12 @@ from .short_backward import short_kernels
 def _forward_plan(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention
 ) -> ForwardPlan | DecodePlan:
-    """Return the plan of a forward: split-KV for few queries, unless it was measured slower."""
+    """Return the plan of a forward: split-KV for few queries, unless it was measured slower, or
+    they have to have the bits of a prefill.
+    """
     packed = attention.cu_seqlens_q is not None
     few = splits_keys(query.shape[2], key.shape[2], attention.dropout_p, packed)
-    if few and attention.mask_spans is None:
+    if few and attention.mask_spans is None and not on():
         plan = DecodePlan(query, key, value, attention)
         if not plan.is_slower():
             return plan
@@ -76,6 +79,10 @@ def _launch(plan: Any, inputs: tuple[Tensor, ...], attention: Attention) -> Any:
 
 def _run_paged(query, key_pages, value_pages, block_table, attention: Attention) -> Any:
     """Launch the kernels that read pages. Returns (output, lse, statistics)."""
+    if on():
+        places = block_table.clamp(0, len(key_pages) - 1).long()
+        key, value = (x[places].flatten(1, 2).transpose(1, 2) for x in (key_pages, value_pages))
+        return _run_forward(query, key, value, attention)
     table = block_table.shape, block_table.data_ptr() & 15
     signature = *signature_of(query, key_pages, value_pages, attention), table
     plan = plans.get(signature)
@@ -379,7 +386,7 @@ def describe(
 ) -> str | None:
     """Return which kernels a call takes, if its shape or a measurement decides that, or None."""
     if key is None or value is None:  # they lie in pages
-        return "the keys are split over programs"
+        return "the pages are copied" if on() else "the keys are split over programs"
     if attention.cu_seqlens_q is not None:
         query, key, value = map(_heads_first, (query, key, value))
     attention = _visiting(query, key, attention)

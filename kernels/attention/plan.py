@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.batch_invariance import on
 from fastformer.description import OPTIONS, Attention, other_fields, tensor_fields
 
 from ..common import LOG2E, dropout_arguments
@@ -292,7 +293,7 @@ class Plan:
     def choose_bounds(self, kernel: str, attention: Attention) -> None:
         """Read bounds of the mask if they were measured to pay, or are expected to."""
         scores = self.batch, self.heads, self.q_length, self.k_length
-        source = None if self.has.lists else bounds_source(attention, self.has, scores)
+        source = None if self.has.lists or on() else bounds_source(attention, self.has, scores)
         if source is not None and self.may_read(source):
             ways = ["bounds", "all tiles"]
             shipped = ways[0 if self.bounds_pay(source) else 1]
@@ -368,6 +369,8 @@ class Plan:
         """Return the tiles of a kernel: measured for calls like this, or those of the tables."""
         lengths = self.q_length, self.k_length
         full = 2 in (self.has.mask, self.has.bias)
+        if on():  # of one query and of many
+            lengths, full = (128, 128), self.has.mask > 0 or self.has.bias > 0
         given = kernel, self.arch, self.dtype, self.head_block, *lengths, full
         shipped = configuration(*given)
         how = self.has.bias == 2, not self.tile.split
@@ -641,7 +644,7 @@ class BackwardPlan(Plan):
     def choose_short(self) -> str:
         """Return the kernel that computes dQ, dK and dV of a short call at once, or SEPARATE."""
         kernels = short_kernels(self)
-        if not kernels or self.short_obstacle:
+        if not kernels or self.short_obstacle or on():
             return SEPARATE
         shipped = kernels[0] if pays(self) else SEPARATE
         if self.overlaps and HOPPER_BACKWARD and not short_refused(self):

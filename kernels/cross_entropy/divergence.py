@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,6 +37,7 @@ from ..launch import (
     remembered,
     triton_dtype,
 )
+from ..products import linear
 from ..registration import register
 from .kernels import Form, exist, formed, offsets_of, row_of, slope_of
 from .launchers import (
@@ -241,8 +241,8 @@ def _by_chunks(arguments: tuple[Any, ...], rows: Tensor, g: Any, sums: Any, want
     with on_device(input):
         for first in range(0, m, chunk):
             part = slice(first, first + chunk)
-            student = F.linear(x[part], weight, bias)
-            logits = F.linear(y[part], teacher_weight, teacher_bias)
+            student = linear(x[part], weight, bias)
+            logits = linear(y[part], teacher_weight, teacher_bias)
             own, of_losses = (None if z is None else z[part] for z in (mask, g))
             given = own, rows[part], of_losses, any(wanted), tuple(options)
             _launch(student, logits, *given)

@@ -7,8 +7,9 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from fastformer.batch_invariance import on
 
 from ..common import INTERPRETED
 from ..launch import (
@@ -26,6 +27,7 @@ from ..launch import (
     unit_stride,
     unsupported_dtype,
 )
+from ..products import linear, matmul
 from ..registration import register
 from ..tuned import TuningKey, choose, named
 from .kernels import Case, Form, Labels, Strides, gradient_kernel, loss_kernel
@@ -50,7 +52,11 @@ def blocks(v: int) -> list[tuple[int, int]]:
 
 def group_size(x: Tensor, block: int) -> int:
     """Choose the classes of a group: those of 16 bytes; in the slow interpreter, a full block."""
-    return block if INTERPRETED else 16 // x.element_size()
+    if INTERPRETED:
+        return block
+    group = 16 // x.element_size()
+    # Rows that begin elsewhere in a group are summed in another order.
+    return 1 if on() and x.stride(0) % group else group
 
 
 # --------------------------------------------------------------------------------------- launchers
@@ -365,7 +371,7 @@ def accumulate(dx, x, weight, sums, wanted, part) -> None:
     dinput, dw, db = sums
     if wanted[0]:
         rows = dinput.view(dinput.shape[:-1].numel(), weight.shape[1])
-        torch.mm(dx, weight, out=rows[part])
+        matmul(dx, weight, out=rows[part])
     if wanted[1]:
         dw += _wide_product(dx.t(), x, dw.dtype)
     if wanted[2]:
@@ -409,7 +415,7 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
     with on_device(input):
         for first in range(0, len(x), chunk):
             part = slice(first, first + chunk)
-            logits = F.linear(x[part], linear_weight, linear_bias)
+            logits = linear(x[part], linear_weight, linear_bias)
             # the gradients of the sum: those of the mean would underflow in float16
             more = totals, logits if any(wanted) else None, weight
             of_rows = None if entropy is None else entropy[part]
@@ -466,7 +472,7 @@ def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linea
         with on_device(input):
             for first in range(0, len(x), chunk):
                 part = slice(first, first + chunk)
-                logits = F.linear(x[part], linear_weight, linear_bias)
+                logits = linear(x[part], linear_weight, linear_bias)
                 of_rows = None if g_entropy is None else g_entropy[part]
                 more = logits, totals, weight, of_rows
                 loss.gradient(logits, flat[part], lse[part], g[part], *more)

@@ -1,0 +1,110 @@
+"""`batch_invariant`: the same bits for a row alone and in any batch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_KEY = "fastformer: batch_invariant"  # of the state that torch copies to autograd's threads
+
+
+def on() -> bool:
+    """Return whether this thread, or the thread whose backward it runs, is in a
+    `batch_invariant`.
+    """
+    if torch.compiler.is_compiling():  # torch.compile does not trace code within the context
+        return False
+    return torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY)
+
+
+class batch_invariant:
+    """A context in which the results of a sequence or a row do not depend on the batch: it has the
+    same bits alone, in any batch, packed or paged, and prefilled in chunks of any size.
+
+        with ff.batch_invariant():
+            model(tokens)
+
+    Attention to cached keys runs the kernel of the prefill, with the same tiles in the same order;
+    all tiles are those of the tables, without the measurements of `fastformer tune`; and one kernel
+    with fixed tiles computes the matrix products of torch: mm, bmm, mv, addmm and baddbmm, hence
+    nn.Linear, F.linear, matmul, @ and einsum. The same holds for gradients that are not summed over
+    rows, if backward() is called within the context, too. It costs time, and compiled functions run
+    eagerly. The context belongs to the thread. docs/batch_invariance.md lists what holds.
+
+    Raises RuntimeError for a call that the kernels cannot run: all calls on a CPU, except in
+    Triton's interpreter.
+
+    Source: He et al. 2025, "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab.
+    """
+
+    def __enter__(self) -> None:
+        self._before, self._products = on(), _Products()
+        self._products.__enter__()
+        torch._C._stash_obj_in_tls(_KEY, True)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._stash_obj_in_tls(_KEY, self._before)
+        self._products.__exit__(*error)
+
+
+class _Products(TorchDispatchMode):
+    """Computes torch's matrix products by `product` of kernels/products.py."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = _FORMULAS.get(func.overloadpacket)
+        if formula is None:
+            if torch.is_inference_mode_enabled():  # where torch leaves linear and matmul whole
+                with self:
+                    found = func.decompose(*args, **kwargs)
+                if found is not NotImplemented:
+                    return found
+            return func(*args, **kwargs)
+        first = next(x for x in args if isinstance(x, Tensor))
+        if not (first.is_floating_point() or first.is_complex()):
+            return func(*args, **kwargs)  # integers are exact
+        if types:
+            names = ", ".join(x.__name__ for x in types)
+            raise RuntimeError(f"batch_invariant() cannot compute {func} of a {names}")
+        out, dtype = kwargs.pop("out", None), kwargs.pop("out_dtype", None)
+        if func._overloadname == "dtype":
+            *args, dtype = args
+        found = formula(*args, **kwargs, dtype=dtype)
+        return found if out is None else out.copy_(found)
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: Any = None) -> Tensor:
+    kernels = importlib.import_module("fastformer.kernels.products")
+    reason = kernels.unsupported(a)
+    if reason is not None:
+        raise RuntimeError(f"batch_invariant() cannot compute a matrix product: {reason}")
+    return kernels.product(a, b, bias, dtype=dtype)
+
+
+def _added(
+    input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, dtype: Any = None
+) -> Tensor:
+    """Compute beta input + alpha a b, rounded once."""
+    if beta == alpha == 1 and input.shape == b.shape[-1:]:
+        return _product(a, b, input, dtype)
+    wide = _product(a, b, None, torch.promote_types(a.dtype, torch.float32)) * alpha
+    return (wide if beta == 0 else wide + beta * input.to(wide.dtype)).to(dtype or a.dtype)
+
+
+def _of_vector(a: Tensor, x: Tensor, dtype: Any = None) -> Tensor:
+    return _product(a, x.unsqueeze(1), None, dtype).squeeze(1)
+
+
+_aten = torch.ops.aten
+_FORMULAS: dict[Any, Callable[..., Tensor]] = {
+    _aten.mm: _product,
+    _aten.bmm: _product,
+    _aten.mv: _of_vector,
+    _aten.addmm: _added,
+    _aten.baddbmm: _added,
+}

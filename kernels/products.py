@@ -1,0 +1,201 @@
+"""Matrix products, y = x w + b, with the same bits for a row of x in any matrix: the tiles and the
+order of the sum over K depend on the architecture and the dtype alone.
+
+Shapes: x [M, K], w [K, N], or batches of them, [B, M, K] and [B, K, N]; b [N]. Any dtype in and
+out, sums in float32 (float64 for float64). Nothing is split over K, so that small M leave
+multiprocessors idle: the price of the fixed tiles. FLOPs: 2 M N K. Least bytes: x, w and y once.
+`linear` and `matmul` are torch's, except within `batch_invariant`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer.batch_invariance import on
+
+from .common import INTERPRETED
+from .launch import (
+    Launch,
+    accumulator,
+    allow_tf32,
+    architecture,
+    constants,
+    dot_precision,
+    layouts,
+    on_device,
+    plans,
+    remembered,
+    triton_dtype,
+    unsupported_dtype,
+)
+
+
+class Tiles(NamedTuple):
+    """The rows, columns and features of a tile, its warps, and its stages."""
+
+    rows: int
+    columns: int
+    features: int
+    warps: int
+    stages: int
+
+
+# By architecture: tiles for 16-bit inputs and for float32. benchmarks/proof/compile_gate.py prints
+# the registers and spills of each.
+CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
+    "sm_90": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
+    "sm_100": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
+    "sm_80": (Tiles(128, 128, 32, 8, 3), Tiles(64, 64, 32, 4, 3)),
+    "sm_86": (Tiles(128, 128, 32, 8, 3), Tiles(64, 64, 32, 4, 2)),
+    "gfx942": (Tiles(128, 128, 32, 8, 2), Tiles(64, 64, 32, 4, 2)),
+    "interpreter": (Tiles(256, 256, 256, 4, 1), Tiles(256, 256, 256, 4, 1)),
+    "other": (Tiles(64, 64, 32, 4, 2), Tiles(64, 64, 16, 4, 1)),
+}
+GROUP_ROWS = 8  # row blocks that share the columns of w in the L2 cache
+
+
+def configuration(arch: str, dtype: torch.dtype) -> Tiles:
+    """Choose the tiles of a GEMM by architecture and dtype."""
+    return CONFIGURATIONS.get(arch, CONFIGURATIONS["other"])[dtype == torch.float32]
+
+
+class Sizes(NamedTuple):
+    """M rows of N columns, from K features."""
+
+    M: Any
+    N: Any
+    K: Any
+
+
+class Strides(NamedTuple):
+    """The strides of x [B, M, K] and of w [B, K, N]."""
+
+    x_batch: Any
+    x_row: Any
+    x_feature: Any
+    w_batch: Any
+    w_feature: Any
+    w_column: Any
+
+
+class Case(NamedTuple):
+    """What the kernel is compiled for. `even`: the features are a multiple of the tile's; `wide`:
+    a tile may span more than 2^31 elements; `group`: how many row blocks share columns.
+    """
+
+    group: Any
+    bias: Any
+    even: Any
+    precision: Any
+    wide: Any
+    acc: Any
+
+
+@triton.jit
+def product_kernel(X, W, B, Y, strides, size, tile: tl.constexpr, case: tl.constexpr):
+    """One program owns a [BM, BN] tile of a Y [M, N]. Consecutive programs take the row blocks of a
+    group with the same columns, and so share these columns of W in the cache.
+    """
+    across = tl.cdiv(size.N, tile.columns)
+    down = tl.cdiv(size.M, tile.rows)
+    group = tl.program_id(0) // (case.group * across)
+    members = tl.minimum(down - group * case.group, case.group)
+    turn = tl.program_id(0) % (case.group * across)
+    i0 = (group * case.group + turn % members) * tile.rows
+    j0 = turn // members * tile.columns
+    b = tl.program_id(1).to(tl.int64)
+
+    # Past the end, the last row and column are read again, so that their loads need no mask.
+    r = tl.minimum(tl.arange(0, tile.rows), size.M - 1 - i0)
+    c = tl.minimum(tl.arange(0, tile.columns), size.N - 1 - j0)
+    k = tl.arange(0, tile.features)
+    if case.wide:
+        r, c, k = r.to(tl.int64), c.to(tl.int64), k.to(tl.int64)
+    x_base = X + b * strides.x_batch + i0.to(tl.int64) * strides.x_row
+    w_base = W + b * strides.w_batch + j0.to(tl.int64) * strides.w_column
+    acc = tl.zeros([tile.rows, tile.columns], case.acc)
+    for k0 in tl.range(0, size.K, tile.features):
+        f = k0 + k
+        x_pointers = x_base + (r[:, None] * strides.x_row + f[None, :] * strides.x_feature)
+        w_pointers = w_base + (f[:, None] * strides.w_feature + c[None, :] * strides.w_column)
+        if case.even:
+            x = tl.load(x_pointers)
+            w = tl.load(w_pointers)
+        else:
+            x = tl.load(x_pointers, mask=(f < size.K)[None, :], other=0.0)
+            w = tl.load(w_pointers, mask=(f < size.K)[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, case.precision, out_dtype=case.acc)
+
+    j = j0 + tl.arange(0, tile.columns)
+    i = i0 + tl.arange(0, tile.rows)
+    if case.bias:
+        acc += tl.load(B + j, mask=j < size.N, other=0.0).to(case.acc)[None, :]
+    place = (b * size.M + i)[:, None] * size.N + j[None, :]
+    ok = (i < size.M)[:, None] & (j < size.N)[None, :]
+    tl.store(Y + place, acc.to(Y.dtype.element_ty), mask=ok)
+
+
+def unsupported(x: Tensor) -> str | None:
+    """Return why the kernel cannot multiply x, or None."""
+    if not x.is_cuda and not (x.is_cpu and INTERPRETED):
+        return f"the tensors are on a {x.device.type} device, and there is no interpreter"
+    if not x.is_floating_point():
+        return f"the tensors have dtype {x.dtype}"
+    return unsupported_dtype(x)
+
+
+def product(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return x w + bias, in `out` if it is given, else in the dtype, by default that of x."""
+    shape = (*x.shape[:-1], w.shape[-1])
+    if out is None or not out.is_contiguous():
+        y = x.new_empty(shape, dtype=dtype if out is None else out.dtype)
+    else:
+        y = out
+    tf32 = x.dtype is torch.float32 and allow_tf32()
+    key = "product", x.device, layouts(x, w, bias, y), tf32
+    launch = plans.get(key)
+    if launch is None:
+        arch = architecture(x.device)
+        tiles, size = configuration(arch, x.dtype), Sizes(x.shape[-2], w.shape[-1], x.shape[-1])
+        strides = Strides(*(0, *x.stride())[-3:], *(0, *w.stride())[-3:])
+        reach = max(strides.x_feature, strides.w_feature) * size.K
+        reach += max(tiles.rows * strides.x_row, tiles.columns * strides.w_column)
+        case = Case(
+            group=GROUP_ROWS,
+            bias=bias is not None,
+            even=size.K % tiles.features == 0,
+            precision=dot_precision(arch),
+            wide=reach >= 2**31,
+            acc=triton_dtype(accumulator(x)),
+        )
+        blocks = triton.cdiv(size.M, tiles.rows) * triton.cdiv(size.N, tiles.columns)
+        grid = (blocks, x.shape[0] if x.dim() == 3 else 1)
+        arguments: dict[str, Any] = dict(
+            strides=strides, size=size, tile=constants(tiles), case=constants(case)
+        )
+        made = Launch(product_kernel, grid, arguments, tiles.warps, tiles.stages)
+        launch = remembered(key, made)
+    with on_device(x):
+        launch(x, w, x if bias is None else bias, y)
+    return y if out is None or y is out else out.copy_(y)
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """Return x w^T + b, for x [M, K] and w [N, K]."""
+    return product(x, w.t(), b) if on() else torch.nn.functional.linear(x, w, b)
+
+
+def matmul(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return x w, for x [M, K] and w [K, N], in `out` if it is given."""
+    return product(x, w, out=out) if on() else torch.mm(x, w, out=out)

@@ -181,9 +181,9 @@ def unsupported_tensor(*tensors: Tensor | BlockMask | None) -> str | None:
         return "torch.jit.trace records the operations of torch"
     transformed = not tracing and torch._C._functorch.peek_interpreter_stack() is not None
     for x in tensors:
-        if x is None or (type(x) in _PLAIN and not transformed and not x.is_nested):
+        if x is None or isinstance(x, BlockMask):
             continue
-        if isinstance(x, BlockMask):
+        if type(x) in _PLAIN and not transformed and not x.is_nested:
             continue
         if type(x) not in _PLAIN and not (tracing or isinstance(x, FakeTensor)):
             if backends.is_dtensor(x):  # from `parallelize`

@@ -83,7 +83,8 @@ def usual_call(
             length = _one_length(key_lengths, batch, columns)
             if length is None or mask is not None:
                 return None
-            columns, key, value = length, key[:, :, :length], value[:, :, :length]
+            if length < columns:
+                columns, key, value = length, key[:, :, :length], value[:, :, :length]
         if mask is not None:
             given = (batch, heads, rows, columns), p
             return None if is_causal else _usual_mask(query, key, value, mask, *given)

@@ -355,10 +355,11 @@ EXISTING = [
         "the model outside of it", lambda: relative_gpt(True), False,
     ),
     Case(
-        "the same, evaluation", "the model outside of it", lambda: relative_gpt(False), False
+        "GPT with the relative bias, evaluation",
+        "the model outside of it", lambda: relative_gpt(False), False,
     ),
     Case("ViT, d=64, 4 x 17 patches, training, dropout 0.1", BEFORE, lambda: vit(True), False),
-    Case("the same, evaluation", BEFORE, lambda: vit(False), False),
+    Case("ViT, evaluation", BEFORE, lambda: vit(False), False),
 ]  # fmt: skip
 CASES = [
     Case("training step of the copy task, d=64, dropout 0.1", "nn.Transformer", copy_task, False),

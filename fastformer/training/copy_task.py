@@ -233,7 +233,9 @@ def train(
     if is_interpreted:
         data = _interpreted_steps(data, limit, write)
 
-    with use_backend(backend):
+    # On a CPU, "auto" would draw other dropout masks than the runs that this one is compared with.
+    on_cpu = settings.device.type == "cpu"
+    with use_backend("reference" if backend == "auto" and on_cpu else backend):
         torch.manual_seed(settings.seed)
         model = settings.model()
         write("  untrained: " + _arrow(settings, _decode(settings, model.eval())))

@@ -364,7 +364,9 @@ class FusedTransformer(Accelerated, nn.Transformer):
         if not self._joins(encoder, decoder, src, tgt):
             return self._original.forward(self, src, tgt, *masks, *paddings, *hints)
         seeds = Seeds(encoder._sites + decoder._sites)
-        own = dict(_unseen=self._hides_padding(src, paddings[0], paddings[2]), _seeds=seeds)
+        unseen = self._hides_padding(src, paddings[0], paddings[2])
+        unseen = unseen and decoder._unsupported_reason() is None
+        own = dict(_unseen=unseen, _seeds=seeds)
         memory = encoder(src, src_mask, paddings[0], src_is_causal, **own)
         rest = seeds.after(encoder._sites)
         return decoder(tgt, memory, *masks[1:], *paddings[1:], *hints[1:], _seeds=rest)

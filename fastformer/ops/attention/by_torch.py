@@ -85,17 +85,26 @@ def usual_call(
                 return None
             if length < columns:
                 columns, key, value = length, key[:, :, :length], value[:, :, :length]
-        if mask is None:
+        if mask is not None:
+            given = (batch, heads, rows, columns), p
+            return None if is_causal else _usual_mask(query, key, value, mask, *given)
+        if p or columns < 16 or (is_causal and rows < 16):
             return _plain(query, key, value, is_causal, None, p)
-        if is_causal or not fits(mask, (batch, heads, rows, columns)):
-            return None
-        if mask.dtype is torch.bool:
-            return _masked_attention(query, key, value, mask, None, p)
-        if mask.dtype is not query.dtype:
-            return None
-        return _biased_attention(query, key, value, mask, None, p)
+        return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal)
     except (RuntimeError, ValueError, IndexError):  # no such shapes, or no dense tensors
         return None
+
+
+def _usual_mask(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, scores: tuple[int, ...], p: float
+) -> Tensor | None:
+    if not fits(mask, scores):
+        return None
+    if mask.dtype is torch.bool:
+        return _masked_attention(query, key, value, mask, None, p)
+    if mask.dtype is not query.dtype:
+        return None
+    return _biased_attention(query, key, value, mask, None, p)
 
 
 def are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -219,7 +228,6 @@ _HIDDEN = {
     x: float(torch.nextafter(torch.tensor(LEAST[x], dtype=x), torch.tensor(-math.inf, dtype=x)))
     for x in (torch.float32, torch.bfloat16)
 } | {torch.float16: -math.inf}
-_SEEN = {x: (torch.zeros((), dtype=x), torch.full((), -math.inf, dtype=x)) for x in _DTYPES}
 
 
 def _masked_attention(
@@ -232,8 +240,6 @@ def _masked_attention(
     """
     if mask.dim() < 2:
         mask = mask.view(1, -1)
-    if mask.dtype is torch.bool:  # in a third of the time of torch's op
-        mask = torch.where(mask, *_SEEN[query.dtype])
     out = F.scaled_dot_product_attention(query, key, value, mask, p, scale=scale)
     if out.requires_grad and mask.shape[-2] == 1 and not (finite(key) and finite(value)):
         return None  # the gradients might not be finite
@@ -249,6 +255,9 @@ def _biased_attention(
     if differentiates(query, key, value, bias):
         if not near_zero(bias):  # this also excludes rows that finfo.min masks out
             return None
+    elif float(bias.min()) >= LEAST[bias.dtype]:
+        mask = bias if bias.dim() > 1 else bias.view(1, -1)  # torch's op needs 2 dimensions
+        return F.scaled_dot_product_attention(query, key, value, mask, p, scale=scale)
     else:  # torch's op masks out -inf only
         bias = torch.threshold(bias, _HIDDEN[bias.dtype], -math.inf)
     return _masked_attention(query, key, value, bias, scale, p)

@@ -111,7 +111,8 @@ def scaled_dot_product_attention(
             zero. Bias, ALiBi and softcap do not change it; -inf is no sink. It has a gradient.
         dropout_seed: the seed of the dropout mask, an int of 64 bits or a tensor of one int64. The
             mask is a function of the seed and (b, h, i, j) alone, the same on every backend. None
-            draws a seed from torch's generator.
+            draws a seed from torch's generator; on a CPU, under the backend "auto", this generator
+            draws the mask itself.
         return_lse: also returns log sum_j exp(score_ij), the sink included.
         shard: the offsets of this call within a larger, sharded call: `Shard(batch, head, query,
             key, heads, queries, keys)`, the global index of its first sequence, head, query and

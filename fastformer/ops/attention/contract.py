@@ -202,7 +202,7 @@ def scaled_dot_product_attention(
     if key_lengths is not None:
         require_lengths(key_lengths, query, scores[3] if shard is None else shard.keys)
         key_lengths = key_lengths.contiguous()
-    drawn, placed = (dropout_seed, p, query.device), shard or blocks[0]
+    seed = backends.seed_for(dropout_seed, p, query.device, shard or blocks[0])
     attention = Attention(
         attn_mask,
         p,
@@ -215,13 +215,13 @@ def scaled_dot_product_attention(
         None if alibi_slopes is None else checked_slopes(alibi_slopes, query, query.shape[0]),
         None if softcap is None else checked_softcap(softcap),
         None if sinks is None else checked_sinks(sinks, query),
-        None if p == 0 and dropout_seed is None else backends.seed_for(*drawn, placed),
+        seed,
         shard,
         *blocks,
     )
     return_lse = require_flag("return_lse", return_lse)
-    inputs = dict(query=query, key=key, value=value, attention=attention)
-    result = backends.run("scaled_dot_product_attention", **inputs, return_lse=return_lse)
+    inputs = dict(query=query, key=key, value=value, attention=attention, return_lse=return_lse)
+    result = backends.run("scaled_dot_product_attention", **inputs)
     if not three:
         return result
     return tuple(x.squeeze(1) for x in result) if return_lse else result.squeeze(1)

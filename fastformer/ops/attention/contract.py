@@ -197,8 +197,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None or bias is not None:
         attn_mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores, three)
     p = require_dropout("dropout_p", dropout_p)
-    if shard is not None:
-        shard = checked_shard(shard, scores, p)
+    shard = None if shard is None else checked_shard(shard, scores, p)
     if key_lengths is not None:
         require_lengths(key_lengths, query, scores[3] if shard is None else shard.keys)
         key_lengths = key_lengths.contiguous()

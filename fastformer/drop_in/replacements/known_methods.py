@@ -271,11 +271,11 @@ def _clamped(x):
 
 def digest(method: FunctionType) -> str | None:
     """Return a digest of the source of a method without its comments, annotations and decorators,
-    or None if it cannot be read or another function wraps the method.
+    or None if it cannot be read. If another function wraps the method, its source counts.
     """
     while method.__code__.co_name == "forward_with_checkpointing":  # transformers wraps layers so
         method = method.__wrapped__  # type: ignore[attr-defined]
-    return None if hasattr(method, "__wrapped__") else _digest(method.__code__)
+    return _digest(method.__code__)
 
 
 @functools.cache

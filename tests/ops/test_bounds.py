@@ -539,7 +539,7 @@ masked.__name__ = scaled_dot_product_attention.__name__
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of -inf, in what is masked
 def test_random_calls(device, small_tiles, bounded, request):
     """A case that fails names its seed."""
-    for n in range(2000 if request.config.getoption("slow") else 40):
+    for n in range(2000 if request.config.getoption("slow") else 24):
         draw = Draw([27, n], device, most=70)
         draw.tiles = draw.one((16, 16), (16, 32), (32, 16))
         try:
@@ -547,4 +547,4 @@ def test_random_calls(device, small_tiles, bounded, request):
                 check(masked, draw, "triton", small_tiles(*draw.tiles))
         except Exception as error:
             raise AssertionError(f"Draw([27, {n}]), {draw.dtype}: {error}") from error
-    assert len(bounded) >= 80
+    assert len(bounded) >= 48

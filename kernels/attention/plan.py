@@ -197,9 +197,9 @@ class Plan:
 
     query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, DV]. A packed batch has B = 1, Tq
     queries and Tk keys, and the description holds the offsets of its sequences. With a block mask
-    it is computed as one sequence. `launch` holds the
-    kernels by name, each with all its arguments but the pointers. If `separate_max`, the forward
-    saves the maximum and the log-sum of the scores as two numbers.
+    it is computed as one sequence. `launch` holds the kernels by name, each with all its arguments
+    but the pointers. If `separate_max`, the forward saves the maximum and the log-sum of the scores
+    as two numbers.
     """
 
     inputs: Callable[..., Any] = Inputs  # how the kernels group the first pointers
@@ -220,8 +220,7 @@ class Plan:
         if offsets is not None and self.packed:
             self.batch = offsets.shape[0] - 1
             self.q_length, self.k_length = attention.max_q, attention.max_k
-        self.device, self.arch = query.device, architecture(query.device)
-        self.dtype = query.dtype
+        self.device, self.dtype, self.arch = query.device, query.dtype, architecture(query.device)
         self.separate_max = attention.bias is not None or attention.alibi_slopes is not None
         self.head_block = max(16, next_power_of_2(max(dim, width)))
         half = query.element_size() == 2 or self.arch == "interpreter"

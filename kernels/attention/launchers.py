@@ -434,10 +434,9 @@ def supports(query: Tensor, *tensors: Tensor, **named: Any) -> str | None:
     attention = named["attention"]
     value = named.get("value", named.get("value_pages", query))
     dim = max(query.shape[-1], value.shape[-1])
-    if attention.mask_spans is not None and attention.cu_seqlens_q is not None and dim > 128:
-        return (
-            f"the head dim is {dim}; with a BlockMask of a packed batch the kernels take up to 128"
-        )
+    if attention.mask_spans is not None and attention.cu_seqlens_q is not None:
+        if dim > 128 or attention.alibi_slopes is not None:
+            return "no kernel has ALiBi or a head dim above 128 with a BlockMask of a packed batch"
     if dim > MAX_HEAD_DIM:  # most calls end before this
         widest = widest_head(architecture(query.device), query.dtype)
         if dim > widest:

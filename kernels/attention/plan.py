@@ -189,6 +189,15 @@ def _steps_of_lists(attention: Attention) -> tuple[int, ...]:
     return batch, head, lists.shape[1]
 
 
+def _steps_of_slopes(attention: Attention, batch: int, heads: int) -> tuple[int, ...]:
+    """Return the fields of `Strides` for ALiBi, or for a block mask of a packed batch."""
+    offsets = attention.cu_seqlens_q
+    if offsets is not None and attention.mask_spans is not None:
+        return offsets.shape[0] - 1, 0
+    slopes = attention.alibi_slopes
+    return (0, 0) if slopes is None else slopes.expand(batch, heads).stride()
+
+
 # -------------------------------------------------------------------------------------------- plans
 
 
@@ -232,16 +241,12 @@ class Plan:
             kinds.append(0 if x is None else 1 if x.stride(2) == 0 or q_rows == 1 else 2)
             strides.append((0, 0, 0, 0) if x is None else x.stride())
             wide = wide or (x is not None and _spans_int32(x))
-        slopes: tuple[int, ...] = (0, 0)
-        if attention.alibi_slopes is not None:
-            slopes = attention.alibi_slopes.expand(self.batch, self.heads).stride()
+        slopes = _steps_of_slopes(attention, self.batch, self.heads)
         sides = attention.window or (-1, -1)
         left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in sides)
         if attention.is_causal:
             right = 0
-        documents = False  # whether a block mask makes a packed batch one sequence
-        if offsets is not None and not self.packed:
-            documents, slopes = True, (offsets.shape[0] - 1, 0)
+        documents = offsets is not None and not self.packed
         splits_biased = attention.bias is None or self.arch != "sm_90" or not OLD
         self.tile = Tile(
             rows=0,  # each kernel has its own

@@ -468,12 +468,32 @@ def test_packed(backend, device, against_oracle, case):
     against_oracle(call, x)
 
 
+@pytest.mark.parametrize("slopes", [(2,), (2, 2)])
+def test_packed_slopes(device, against_oracle, slopes):
+    """ALiBi counts the tokens of a document, each of which may have slopes of its own."""
+    offsets, slopes, mask = torch.tensor([0, 80, 200]).int(), torch.rand(slopes), images(200)
+
+    def call(query, key, value):
+        given, both = (query, key, value), slopes.expand(2, 2)
+        if not eager.formula.always:
+            more = dict(attn_mask=mask, alibi_slopes=slopes, is_causal=True)
+            return ff.packed_attention(*given, offsets, offsets, 120, 120, **more)
+        parts = [[x[at].transpose(0, 1)[None] for x in given] for at in (slice(80), slice(80, 200))]
+        seen = mask.dense()[..., :80, :80], mask.dense()[..., 80:, 80:]
+        outputs = [
+            ff.scaled_dot_product_attention(*part, keep, is_causal=True, alibi_slopes=own)
+            for part, keep, own in zip(parts, seen, both)
+        ]
+        return torch.cat([out[0].transpose(0, 1) for out in outputs])
+
+    with ff.use_backend("reference"):
+        against_oracle(call, {name: torch.randn(200, 2, 16) for name in ("query", "key", "value")})
+
+
 def test_packed_calls_that_do_not_fit(device):
     x = {name: torch.randn(200, 2, 16) for name in ("query", "key", "value")}
-    mask, offsets = images(200), torch.tensor([0, 80, 200], dtype=torch.int32)
-    with pytest.raises(ValueError, match="attn_mask and alibi_slopes"):
-        ff.packed_attention(**x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=120, max_k=120,
-                            attn_mask=mask, alibi_slopes=torch.rand(2))  # fmt: skip
+    offsets = torch.tensor([0, 80, 200], dtype=torch.int32)
+    mask = images(200)
     with pytest.raises(TypeError, match="BlockMask"):
         ff.packed_attention(**x, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=120, max_k=120,
                             attn_mask=mask.dense())  # fmt: skip

@@ -25,6 +25,8 @@ def torch_computes(query: Tensor, value: Tensor, attention: Attention, others: l
         return False
     if others and not NO_TERMS.isdisjoint(others):
         return False
+    if attention.cu_seqlens_q is not None:
+        return False
     if attention.is_causal and not attention.scale > 0.0:  # torch masks before it scales
         return False
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():

@@ -267,7 +267,7 @@ def packed_attention(
         max_q, max_k: the length of the longest sequence, or more.
         attn_mask: a `BlockMask` [1, 1 or H, Tq, Tk] of the packed tokens, or None. A query sees a
             key of its sequence if the mask allows it; what the mask holds of other sequences does
-            not matter. Not with `alibi_slopes`.
+            not matter.
         dropout_p, scale, softcap, sinks: as in `scaled_dot_product_attention`.
         is_causal, causal_alignment, window, alibi_slopes: as in `scaled_dot_product_attention`,
             with i and j counted within the sequence, and "bottom_right" aligned for each sequence.
@@ -288,7 +288,7 @@ def packed_attention(
     Raises:
         ValueError: shapes that do not fit; offsets that do not begin at 0, that decrease, or that
             do not end at the number of tokens; a sequence longer than max_q or max_k; a shard of
-            queries or keys; a bias of another shape than [Tk]; slopes with a mask.
+            queries or keys; a bias of another shape than [Tk].
         TypeError: dtypes that differ or are not floating, offsets that are not int32.
 
     Source: Dao 2023, "FlashAttention-2"; the packing: Krell et al. 2021, "Efficient Sequence
@@ -313,8 +313,6 @@ def packed_attention(
     if attn_mask is not None:
         require_instance("attn_mask", attn_mask, BlockMask, "a BlockMask (fastformer.block_mask)")
         blocks = checked_blocks(attn_mask, query, scores)
-        if alibi_slopes is not None:
-            raise ValueError("attn_mask and alibi_slopes are given; expected one of the two")
     p = require_dropout("dropout_p", dropout_p)
     if shard is None:
         refuse_context("packed_attention")

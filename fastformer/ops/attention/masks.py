@@ -30,7 +30,7 @@ def visible_keys(
     k_length = key.shape[-2]
     visible, keys = None, None
     if attention.cu_seqlens_q is not None:
-        begin, end, shift = documents(i, attention)
+        begin, end, shift, _ = documents(i, attention)
         j = torch.arange(k_length, device=key.device)
         visible = (j >= begin) & (j < end)
     bias, key_lengths = attention.bias, attention.key_lengths
@@ -58,31 +58,17 @@ def visible_keys(
     return visible, keys
 
 
-def documents(i: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (first key, end of the keys, shift of the diagonal) of the sequences that hold the
-    queries i [Sq, 1] of a packed batch, [Sq, 1] each.
+def documents(i: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (first key, end of the keys, shift of the diagonal, number) of the sequences that hold
+    the queries i [Sq, 1] of a packed batch, [Sq, 1] each.
     """
     of_queries, of_keys = attention.cu_seqlens_q, attention.cu_seqlens_k
     assert of_queries is not None and of_keys is not None
     b = torch.searchsorted(of_queries[1:-1], i.to(of_queries.dtype), right=True)
     first, end = of_keys[b], of_keys[b + 1]
     if attention.causal_alignment == "bottom_right":
-        return first, end, end - of_queries[b + 1]
-    return first, end, first - of_queries[b]
-
-
-def without_blocks(query: Tensor, key: Tensor, attention: Attention) -> Attention:
-    """Return the description with a boolean tensor in place of a block mask, and of the documents
-    of a packed batch.
-    """
-    attention = attention.with_dense_mask(query.shape[2], key.shape[2])
-    if attention.cu_seqlens_q is None:
-        return attention
-    i = torch.arange(query.shape[2], device=query.device).view(-1, 1)
-    mask, _ = visible_keys(key, i, 0, attention._replace(bias=None))
-    return attention._replace(
-        attn_mask=mask, is_causal=False, window=None, cu_seqlens_q=None, cu_seqlens_k=None
-    )
+        return first, end, end - of_queries[b + 1], b
+    return first, end, first - of_queries[b], b
 
 
 def band_as_mask(
@@ -144,10 +130,13 @@ def added_to_scores(
     bias, slopes = attention.bias, attention.alibi_slopes
     if slopes is None:
         return bias
+    slopes = slopes[..., None, None]
+    if attention.cu_seqlens_q is not None:
+        *_, shift, b = documents(i, attention)
+        if slopes.dim() == 4:
+            slopes = slopes[b, :, 0, 0].permute(2, 0, 1)  # [H, Sq, 1]
     distance = (i + shift - torch.arange(key.shape[-2], device=key.device)).abs()
-    slopes = slopes[..., None, None].to(
-        torch.float64 if key.dtype == torch.float64 else torch.float32
-    )
+    slopes = slopes.to(torch.float64 if key.dtype == torch.float64 else torch.float32)
     alibi = slopes * -distance
     return alibi if bias is None else alibi + bias
 

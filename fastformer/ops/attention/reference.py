@@ -36,7 +36,6 @@ from fastformer.ops.attention.masks import (
     left_by,
     score_terms,
     visible_keys,
-    without_blocks,
 )
 from fastformer.ops.attention.tiles import by_tiles, computes_by_tiles
 from fastformer.ops.dropout import (
@@ -124,7 +123,7 @@ def _with_block_mask(
     if computes_by_tiles(query, attention):
         key, value = (_grouped(x, query.shape[1]) for x in (key, value))
         return by_tiles(attention_block, query, key, value, attention, return_lse)
-    attention = without_blocks(query, key, attention)
+    attention = attention.with_dense_mask(query.shape[2], key.shape[2])
     return attention_block(query, key, value, attention, return_lse)
 
 

@@ -18,7 +18,6 @@ from fastformer.ops.attention.masks import (
     documents,
     hidden_rows,
     visible_keys,
-    without_blocks,
 )
 
 Attend = Callable[..., Any]  # `reference.attention_block`
@@ -127,7 +126,7 @@ def _blocks(call: _Call, query: Tensor, key: Tensor, bias: Tensor | None) -> Ite
         rows = slice(t * ROWS, min(q_length, (t + 1) * ROWS))
         i = torch.arange(rows.start, rows.stop).view(-1, 1)
         if attention.cu_seqlens_q is not None:
-            first, end, _ = documents(i, attention)
+            first, end, *_ = documents(i, attention)
             visited[: int(first.min()) // COLUMNS] = False
             visited[-(-int(end.max()) // COLUMNS) :] = False
         runs: list[range] = []
@@ -169,7 +168,7 @@ class _TiledAttention(torch.autograd.Function):
         query, key, _, bias, _ = inputs
         if torch.is_grad_enabled():  # to be differentiated again, by the formula
             views = [None if x is None else x.view_as(x) for x in inputs]
-            dense = without_blocks(query, key, call.attention)
+            dense = call.attention.with_dense_mask(query.shape[2], key.shape[2])
             with use_formula():
                 found = call.on(views, dense)
             return None, *_gradients(found, views, (grad, grad_log), True)

@@ -77,6 +77,31 @@ def x_device(random):
     return random(1).device
 
 
+BUGS = {
+    "the last feature": ("mask=(f < size.K)[None, :]", "mask=(f < size.K - 1)[None, :]"),
+    "the batch of w": ("b * strides.w_batch", "b * strides.x_batch"),
+    "the batch of y": ("(b * size.M + i)", "(b * size.N + i)"),
+    "the bias of the first columns": ("tl.load(B + j,", "tl.load(B + (j - j0),"),
+    "rows of another group": ("turn % members", "turn % case.group"),
+}
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_a_planted_bug_is_caught(kernels, random, plant_and_check, bug):
+    from fastformer.kernels import products
+
+    def check():
+        x, w, b = random(2, 35, 18), random(2, 18, 21), random(21)
+        want = x.double() @ w.double()
+        with ff.batch_invariant():
+            torch.testing.assert_close((x @ w).double(), want, rtol=1e-4, atol=1e-4)
+            have = torch.addmm(b, x[0], w[0])
+        torch.testing.assert_close(have.double(), want[0] + b, rtol=1e-4, atol=1e-4)
+
+    change = None if bug is None else ("product_kernel", *BUGS[bug])
+    plant_and_check(products, change, check)
+
+
 def test_products_into_a_tensor(kernels, random):
     x, w = random(5, 7), random(7, 4)
     with ff.batch_invariant():
@@ -389,6 +414,16 @@ def test_products_without_the_kernels_raise(kernels, random, monkeypatch):
     monkeypatch.setattr(products, "INTERPRETED", False)
     with ff.batch_invariant(), pytest.raises(RuntimeError, match="cpu device, and there is no"):
         x @ x.t()
+
+
+def test_products_of_subclasses_raise(kernels, random):
+    """Such as DTensor, whose own products would be torch's."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = random(3, 4)
+    both = TwoTensor(x, x)
+    with ff.batch_invariant(), pytest.raises(RuntimeError, match=r"mm\.default of a TwoTensor"):
+        both @ x.t()
 
 
 def test_the_context(kernels, random):

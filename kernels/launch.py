@@ -147,13 +147,13 @@ MOST_PLANS = 4096
 
 
 class _Plans(dict[Any, Any]):
-    """The plans of calls by key; those within `batch_invariant` are others."""
+    """The plans of calls by key; those within `batch_invariant` have keys of their own."""
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return super().get((key, on()), default)
+        return super().get(("batch_invariant", key) if on() else key, default)
 
     def __setitem__(self, key: Any, plan: Any) -> None:
-        super().__setitem__((key, on()), plan)
+        super().__setitem__(("batch_invariant", key) if on() else key, plan)
 
 
 plans = _Plans()

@@ -77,6 +77,31 @@ def x_device(random):
     return random(1).device
 
 
+BUGS = {
+    "the last feature": ("mask=(f < size.K)[None, :]", "mask=(f < size.K - 1)[None, :]"),
+    "the batch of w": ("b * strides.w_batch", "b * strides.x_batch"),
+    "the batch of y": ("(b * size.M + i)", "(b * size.N + i)"),
+    "the bias of the first columns": ("tl.load(B + j,", "tl.load(B + (j - j0),"),
+    "rows of another group": ("turn % members", "turn % case.group"),
+}
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_a_planted_bug_is_caught(kernels, random, plant_and_check, bug):
+    from fastformer.kernels import products
+
+    def check():
+        x, w, b = random(2, 35, 18), random(2, 18, 21), random(21)
+        want = x.double() @ w.double()
+        with ff.batch_invariant():
+            torch.testing.assert_close((x @ w).double(), want, rtol=1e-4, atol=1e-4)
+            have = torch.addmm(b, x[0], w[0])
+        torch.testing.assert_close(have.double(), want[0] + b, rtol=1e-4, atol=1e-4)
+
+    change = None if bug is None else ("product_kernel", *BUGS[bug])
+    plant_and_check(products, change, check)
+
+
 def test_products_into_a_tensor(kernels, random):
     x, w = random(5, 7), random(7, 4)
     with ff.batch_invariant():
@@ -225,7 +250,7 @@ def test_attention_of_any_sizes(device, random, seed):
         return int(torch.randint(low, high + 1, ()))
 
     torch.manual_seed(seed)
-    lengths = [draw(1, 300) for _ in range(draw(1, 4))]
+    lengths = [draw(256, 300), *(draw(1, 300) for _ in range(draw(1, 3)))]
     cuts = sorted({draw(1, 300) for _ in range(5)})
     g, d = draw(1, 2), 8 * draw(1, 6)
     dtype = [torch.float32, torch.float16, torch.bfloat16][seed % 3]
@@ -237,7 +262,7 @@ def test_attention_with_masks(kernels, random):
     """A mask of padding, of queries and keys, and the lengths: the same bits. A bias, for one query
     and for many.
     """
-    n, ends = 37, [37, 20]
+    n, ends = 150, [150, 70]  # more keys than those of which no bounds of a mask are read
     inputs, _ = _attention(random, 2, 2, 2, n, 16, torch.float32)
     seen = (
         torch.arange(n, device=inputs[0].device)
@@ -253,7 +278,7 @@ def test_attention_with_masks(kernels, random):
                 assert torch.equal(batch[i, :, :end], alone[0])
         bias = random(2, n, n)
         whole = attend(*inputs, bias=bias)
-        for i in (0, 20, 36):
+        for i in (0, 20, 149):
             query = inputs[0][:, :, i : i + 1]
             assert torch.equal(
                 attend(query, *inputs[1:], bias=bias[:, i : i + 1]), whole[:, :, i : i + 1]
@@ -391,6 +416,16 @@ def test_products_without_the_kernels_raise(kernels, random, monkeypatch):
         x @ x.t()
 
 
+def test_products_of_subclasses_raise(kernels, random):
+    """Such as DTensor, whose own products would be torch's."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = random(3, 4)
+    both = TwoTensor(x, x)
+    with ff.batch_invariant(), pytest.raises(RuntimeError, match=r"mm\.default of a TwoTensor"):
+        both @ x.t()
+
+
 def test_the_context(kernels, random):
     """It nests, belongs to its thread, and ends with an error, too."""
     seen = []
@@ -420,10 +455,13 @@ def test_the_backward_in_another_thread(kernels, random):
 
 def test_compiled_functions_run_eagerly(kernels, random):
     layer = torch.nn.Linear(4, 5).to(x_device(random))
-    function = torch.compile(layer, backend="eager")
+    runs = []
+    function = torch.compile(layer, backend=lambda graph, _: lambda *x: runs.append(1) or graph(*x))
     x = random(ROWS, 4)
+    function(x)
     with ff.batch_invariant():
         assert torch.equal(function(x)[5:6], layer(x[5:6]))
+    assert runs == [1]  # outside of the context alone
 
 
 def test_measurements_are_not_read(kernels, device, monkeypatch):

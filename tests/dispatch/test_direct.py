@@ -237,3 +237,18 @@ def test_derivatives_of_attention_with_dropout_are_those_of_the_formula():
     found = derivatives()
     with use_formula():
         torch.testing.assert_close(found, derivatives(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_a_bias_hides_are_zeros_without_a_gradient(dtype):
+    """By -inf and by finfo.min, which torch's op takes for a number; the other rows stay exact."""
+    q, k, v = qkv(dtype=dtype)
+    bias = torch.randn(Q, K, dtype=dtype)
+    bias[3], bias[4], bias[5, :10] = torch.finfo(dtype).min, -torch.inf, torch.finfo(dtype).min
+    out = SDPA(q, k, v, bias)
+    assert (out[:, :, 3:5] == 0).all()
+    bias64 = bias.double().masked_fill(bias < -1e38, -torch.inf)
+    with use_formula():
+        want = SDPA(*(x.double() for x in (q, k, v)), bias64)
+    tolerance = 1e-6 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)

@@ -52,8 +52,8 @@ def calls(
     yield attention, dict(inputs(), key_lengths=lengths) | dropout
     mask = torch.arange(S, device=device) < lengths.view(B, 1, 1, 1)
     yield attention, dict(inputs(), attn_mask=mask) | dropout
-    blocks = BlockMask.longformer(S, S // 16, 64, device=device)
-    yield attention, dict(inputs(), attn_mask=blocks) | dropout
+    blocks = BlockMask.longformer(S, S // 16, 64, device="cpu")  # which may be needed on meta
+    yield attention, dict(inputs(), attn_mask=blocks.to(device)) | dropout
     offsets = S * torch.arange(B + 1, dtype=torch.int32, device=device)
     packed: Arguments = {n: normal(B * S, H, D) for n in ("query", "key", "value")}
     packed |= dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=S, max_k=S)

@@ -525,6 +525,7 @@ def masked(draw):
     mask = torch.stack(chosen).view(*shape, rows, keys)
     if draw.often(0.3):
         mask = mask[..., :1, :].clone()
+    options.pop("attn_mask", None)
     if draw.often(0.2):
         tensors.pop("attn_mask", None)
         tensors["bias"] = draw.view(biased(mask).to(draw.dtype), math.nan)

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _KEY = "fastformer: batch_invariant"  # of the state that torch copies to autograd's threads
+_entered = False  # whether a thread has ever entered the context; until then `on` costs little
 
 
 def on() -> bool:
     """Return whether this thread, or the thread whose backward it runs, is in a
     `batch_invariant`.
     """
-    if torch.compiler.is_compiling():  # torch.compile does not trace code within the context
+    if not _entered or torch.compiler.is_compiling():  # compiled code runs eagerly in the context
         return False
     return torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY)
 
@@ -43,6 +44,8 @@ class batch_invariant:
     """
 
     def __enter__(self) -> None:
+        global _entered
+        _entered = True
         self._before, self._products = on(), _Products()
         self._products.__enter__()
         torch._C._stash_obj_in_tls(_KEY, True)

@@ -618,10 +618,8 @@ def test_every_field_of_a_key(monkeypatch):
     padded |= {"key_lengths": at(0, 1, dtype=torch.int32), "alibi_slopes": at(0, 2)}
     padded |= {"window": (3, 3)}
     tiles = {"mask_spans": at(0, 1, 1, 2, 5, dtype=torch.int32)}
-    tiles |= {
-        "mask_lists": at(0, 3, 4, dtype=torch.int16),
-        "mask_bits": at(0, 2, dtype=torch.int32),
-    }
+    tiles |= {"mask_lists": at(0, 3, 4, dtype=torch.int16)}
+    bits = {"mask_bits": at(0, 2, 256, dtype=torch.int32)}
     offsets = {name: at(0, 3, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     packed = base | offsets | {"max_q": 16, "max_k": 16}
     terms = {"bias": at(0, 16), "alibi_slopes": at(0, 2, 2)}
@@ -664,6 +662,7 @@ def test_every_field_of_a_key(monkeypatch):
         *((packed, {name: at(0, 3, dtype=torch.int64)}, True) for name in offsets),
         (packed, {name: at(0, 4, dtype=torch.int32) for name in offsets}, True),
         *((padded, {name: x}, True) for name, x in tiles.items()),
+        (padded | tiles | bits, {"mask_bits": at(0, 3, 256, dtype=torch.int32)}, False),
     ]
     told = set()
     for call, change, other in changes:

@@ -376,7 +376,13 @@ LEFT_OUT = {
     "several processes check it, in test_context_parallel.py": ["context_parallel"],
     "its own tests are in test_fit.py": ["fit"],
     "every name is a folder; its own tests are in test_saving.py": ["save_model"],
-    "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
+    "no argument": [
+        "__version__",
+        "batch_invariant",
+        "current_backend",
+        "register_transformers",
+        "sdpa_override",
+    ],
 }
 
 # ------------------------------------------------------------------------- the ways to be wrong

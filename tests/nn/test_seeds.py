@@ -180,7 +180,11 @@ def test_under_checkpointing(make, use_reentrant, backend):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("make", [translation, rotary, accelerated], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [translation, rotary, accelerated_layer, pytest.param(accelerated, marks=pytest.mark.with_all)],
+    ids=lambda f: f.__name__,
+)
 def test_under_compile(make, backend):
     torch.manual_seed(0)
     model, given = make()

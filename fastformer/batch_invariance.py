@@ -43,16 +43,20 @@ class batch_invariant:
     Source: He et al. 2025, "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab.
     """
 
+    def __init__(self) -> None:
+        self._open: list[tuple[bool, _Products]] = []  # one context may be entered repeatedly
+
     def __enter__(self) -> None:
         global _entered
         _entered = True
-        self._before, self._products = on(), _Products()
-        self._products.__enter__()
+        self._open.append((on(), _Products()))
+        self._open[-1][1].__enter__()
         torch._C._stash_obj_in_tls(_KEY, True)
 
     def __exit__(self, *error: Any) -> None:
-        torch._C._stash_obj_in_tls(_KEY, self._before)
-        self._products.__exit__(*error)
+        before, products = self._open.pop()
+        torch._C._stash_obj_in_tls(_KEY, before)
+        products.__exit__(*error)
 
 
 class _Products(TorchDispatchMode):
@@ -78,10 +82,14 @@ class _Products(TorchDispatchMode):
         if func._overloadname == "dtype":
             *args, dtype = args
         found = formula(*args, **kwargs, dtype=dtype)
-        return found if out is None else out.copy_(found)
+        return found if out is None else out.resize_(found.shape).copy_(found)
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: Any = None) -> Tensor:
+    fit = a.dim() == b.dim() and a.shape[:-2] == b.shape[:-2] and a.shape[-1:] == b.shape[-2:-1]
+    if not fit or a.dtype != b.dtype or a.device != b.device:
+        given = " and ".join(f"{list(x.shape)} {x.dtype} on {x.device}" for x in (a, b))
+        raise RuntimeError(f"batch_invariant() cannot multiply {given}")
     kernels = importlib.import_module("fastformer.kernels.products")
     reason = kernels.unsupported(a)
     if reason is not None:
@@ -96,7 +104,9 @@ def _added(
     if beta == alpha == 1 and input.shape == b.shape[-1:]:
         return _product(a, b, input, dtype)
     wide = _product(a, b, None, torch.promote_types(a.dtype, torch.float32)) * alpha
-    return (wide if beta == 0 else wide + beta * input.to(wide.dtype)).to(dtype or a.dtype)
+    if beta != 0:
+        wide = wide + beta * input.to(wide.dtype).expand_as(wide)
+    return wide.to(dtype or a.dtype)
 
 
 def _of_vector(a: Tensor, x: Tensor, dtype: Any = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -107,11 +108,30 @@ def test_products_into_a_tensor(kernels, random):
     with ff.batch_invariant():
         out = torch.empty(4, 5, device=x.device).t()
         assert torch.mm(x, w, out=out) is out and torch.equal(out, x @ w)
+        assert torch.equal(torch.mm(x, w, out=x.new_empty(0)), x @ w)
         whole = torch.arange(6).view(2, 3)
         assert torch.equal(whole @ whole.t(), torch.tensor([[5, 14], [14, 50]]))
         assert (x[:, :0] @ w[:0]).eq(0).all() and (x[:0] @ w).shape == (0, 4)
         with pytest.raises(RuntimeError, match=r"dtype torch.complex64"):
             x.to(torch.complex64) @ w.to(torch.complex64)
+
+
+def test_wrong_products_raise(kernels, random):
+    """As in torch; the kernel itself would read past the end."""
+    x, w, b = random(5, 7), random(7, 4), random(3, 7, 4)
+    wrong = {
+        "K": lambda: x @ w[:6],
+        "vector": lambda: torch.mv(x, w[:6, 0]),
+        "batch": lambda: torch.bmm(x.expand(2, 5, 7), b),
+        "dtype": lambda: torch.mm(x, w.double()),
+        "bias": lambda: torch.addmm(b[0, :3], x, w),
+        "dimensions": lambda: torch.addmm(random(2, 5, 4), x, w),
+    }
+    for name, call in wrong.items():
+        for context in (nullcontext(), ff.batch_invariant()):
+            with context, pytest.raises(RuntimeError):
+                call()
+                pytest.fail(name)
 
 
 # ---------------------------------------------------------------------------------- ops on rows
@@ -439,6 +459,10 @@ def test_the_context(kernels, random):
     assert not on() and seen == [False]
     with pytest.raises(KeyError), ff.batch_invariant():
         raise KeyError
+    assert not on()
+    context = ff.batch_invariant()
+    with context, context:
+        assert on()
     assert not on()
 
 

@@ -396,6 +396,24 @@ def test_attention_without_a_seed_is_that_of_the_formula(form, rows):
         torch.testing.assert_close(have, exact.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("differentiated", [(0,), (1, 2)], ids=str)
+def test_second_derivatives_of_some_inputs(differentiated):
+    """Those of attention where not all of query, key and value have a gradient."""
+    inputs = [torch.randn(2, 3, 20, 8) for _ in range(3)]
+    wanted = [inputs[i].requires_grad_() for i in differentiated]
+    given = dict(dropout_p=0.25, dropout_seed=5)
+    with use_backend("reference"):
+        out = ff.scaled_dot_product_attention(*inputs, **given)
+        others = [x.detach().requires_grad_() for x in inputs]
+        whole = ff.scaled_dot_product_attention(*others, **given)
+    leaves = [others[i] for i in differentiated]
+    found = []
+    for y, xs in (out, wanted), (whole, leaves):
+        grads = torch.autograd.grad(y.square().sum(), xs, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), xs))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 1 - 2**-16, 1.0])
 @pytest.mark.parametrize("n", [1000, 100_003], ids=["small", "large"])
 def test_the_rate_of_torchs_masks(n, p):

@@ -310,7 +310,7 @@ class _DroppedAttention(torch.autograd.Function):
         *inputs, visible, weights, mask = ctx.saved_tensors
         attention = ctx.attention
         if torch.is_grad_enabled():
-            q, k, v = views = [x.view_as(x) for x in inputs]
+            q, k, v = views = [x.view_as(x).requires_grad_() for x in inputs]
             weights = _softmax(_scores(q, k, attention, None, visible), v.dtype, None)
             out = (weights * mask) @ v
             return *torch.autograd.grad(out, views, grad, create_graph=True), None, None, None

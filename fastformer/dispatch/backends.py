@@ -85,7 +85,9 @@ class use_backend:
         with use_backend("triton"):
             ...
 
-    The backward runs on the backend of its forward. Raises ValueError for an unknown name.
+    The backward runs on the backend of its forward. But torch.utils.checkpoint computes a forward
+    again in the backward: call backward() within the context, too, or dropout without a seed may
+    draw another mask than before. Raises ValueError for an unknown name.
     """
 
     def __init__(self, name: str) -> None:

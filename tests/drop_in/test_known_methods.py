@@ -114,6 +114,28 @@ def test_three_steps(make):
     close(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
+def test_methods_run_as_they_are_on_a_cpu(make, monkeypatch):
+    """Under "auto", where they make fewer calls; not where a backend is chosen or observed."""
+    monkeypatch.undo()
+    calls, inner = [], known_methods._torch_is_faster
+    monkeypatch.setattr(
+        known_methods, "_torch_is_faster", lambda *given: calls.append(inner(*given)) or calls[-1]
+    )
+    plain, model, report = pair(make)
+    torch.manual_seed(1)
+    want = result(plain.train())
+    torch.manual_seed(1)
+    close(result(model.train()), want)  # with dropout: it is torch's
+    assert len(calls) >= 4 and all(calls) and not report.fallbacks
+    calls.clear()
+    for backend in ("reference", "triton"):
+        with ff.use_backend(backend), torch.no_grad():
+            model.float()(**GIVEN)
+    assert ops_in(model, **GIVEN)["output" if make is bert else "mlp", "feed_forward"] == 2
+    assert len(calls) >= 4 and not any(calls)
+
+
 def test_dropout_of_bert():
     """How many elements are dropped before a sum, and the scale of the others; another mask in the
     next call, and the same on both backends.

@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import AnySignature
 from fastformer.drop_in.replacements.sublayers import feed_forward, normalized_sum, unfit
 from fastformer.nn.stream import is_unmodified
@@ -316,9 +317,19 @@ def _like(method: FunctionType, function: Method) -> Method:
 
     @functools.wraps(method)
     def run(self: nn.Module, *args: Any, **named: Any) -> Any:
+        if _torch_is_faster(*args, *named.values()):
+            return method(self, *args, **named)
         return function(self, *args, **named)
 
     return run
+
+
+def _torch_is_faster(x: Any, *others: Any) -> bool:
+    """Return whether the method itself is to run: under "auto" on a CPU it computes the same, and
+    makes fewer calls than the ops.
+    """
+    cpu = type(x) is Tensor and x.is_cpu
+    return cpu and backends.runs_directly() and backends.draws_by_torch(x.device)
 
 
 def _from_parts(

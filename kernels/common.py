@@ -41,6 +41,19 @@ class Draw(NamedTuple):
 
 
 @triton.jit
+def tile_in_turn(M, N, tile: tl.constexpr, group: tl.constexpr):
+    """Return the first row and column of this program's tile of an [M, N] result. Consecutive
+    programs take the row blocks of a group of them with the same columns.
+    """
+    across = tl.cdiv(N, tile.columns)
+    down = tl.cdiv(M, tile.rows)
+    first = tl.program_id(0) // (group * across) * group
+    members = tl.minimum(down - first, group)
+    turn = tl.program_id(0) % (group * across)
+    return (first + turn % members) * tile.rows, turn // members * tile.columns
+
+
+@triton.jit
 def philox(key, c0, c1):
     """Return the two words of Philox2x32 for a key and a counter (c0, c1) (Salmon et al. 2011,
     "Parallel Random Numbers: As Easy as 1, 2, 3").

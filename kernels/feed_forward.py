@@ -37,7 +37,7 @@ from torch import Tensor
 from fastformer.batch_invariance import on
 from fastformer.description import RowShard, row_shard
 
-from .common import INTERPRETED, dropout_arguments, dropout_keep, dropout_stream
+from .common import INTERPRETED, dropout_arguments, dropout_keep, dropout_stream, tile_in_turn
 from .launch import (
     Launch,
     accumulator,
@@ -263,13 +263,7 @@ def _hidden(
 
     Reads X [M, K], W [N, K], B [N] and SEED [1]; writes HIDDEN and Z, [M, N] each.
     """
-    across = tl.cdiv(size.N, tile.columns)
-    down = tl.cdiv(size.M, tile.rows)
-    group = tl.program_id(0) // (case.group * across)
-    members = tl.minimum(down - group * case.group, case.group)
-    turn = tl.program_id(0) % (case.group * across)
-    i0 = (group * case.group + turn % members) * tile.rows
-    j0 = turn // members * tile.columns
+    i0, j0 = tile_in_turn(size.M, size.N, tile, case.group)
 
     # Past the end, the last row and column are read again, so that their loads need no mask.
     r = tl.minimum(tl.arange(0, tile.rows), size.M - 1 - i0)

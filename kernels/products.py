@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastformer.batch_invariance import on
 
-from .common import INTERPRETED
+from .common import INTERPRETED, tile_in_turn
 from .launch import (
     Launch,
     accumulator,
@@ -101,13 +101,7 @@ def product_kernel(X, W, B, Y, strides, size, tile: tl.constexpr, case: tl.const
     """One program owns a [BM, BN] tile of a Y [M, N]. Consecutive programs take the row blocks of a
     group with the same columns, and so share these columns of W in the cache.
     """
-    across = tl.cdiv(size.N, tile.columns)
-    down = tl.cdiv(size.M, tile.rows)
-    group = tl.program_id(0) // (case.group * across)
-    members = tl.minimum(down - group * case.group, case.group)
-    turn = tl.program_id(0) % (case.group * across)
-    i0 = (group * case.group + turn % members) * tile.rows
-    j0 = turn // members * tile.columns
+    i0, j0 = tile_in_turn(size.M, size.N, tile, case.group)
     b = tl.program_id(1).to(tl.int64)
 
     # Past the end, the last row and column are read again, so that their loads need no mask.

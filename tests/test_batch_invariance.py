@@ -83,7 +83,6 @@ BUGS = {
     "the batch of w": ("b * strides.w_batch", "b * strides.x_batch"),
     "the batch of y": ("(b * size.M + i)", "(b * size.N + i)"),
     "the bias of the first columns": ("tl.load(B + j,", "tl.load(B + (j - j0),"),
-    "rows of another group": ("turn % members", "turn % case.group"),
 }
 
 

@@ -33,8 +33,8 @@ class sdpa_override(TorchFunctionMode):
     call that the op does not support (nested tensors, tensor subclasses, other numbers of
     dimensions, batches that broadcast, head dims of 0 or above 256, other dtypes, a scale that is a
     tensor) and each call with invalid arguments. The output of a query that sees no key is zero,
-    also if a floating mask hides the keys by finfo.min. Contexts nest, and work inside and around
-    torch.compile. A context does not see the calls inside nn.MultiheadAttention: use `accelerate`
+    also if a mask in float32 or bfloat16 hides the keys by finfo.min; in float16 only -inf hides a
+    key. Contexts nest, and work inside and around torch.compile. A context does not see the calls inside nn.MultiheadAttention: use `accelerate`
     for that module.
 
     backward() runs outside of every such mode, so under activation checkpointing the `with` has to

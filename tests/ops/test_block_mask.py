@@ -469,7 +469,7 @@ def test_packed(backend, device, against_oracle, case):
 
 
 @pytest.mark.parametrize("slopes", [(2,), (2, 2)])
-def test_packed_slopes(device, against_oracle, slopes):
+def test_packed_slopes(backend, device, against_oracle, slopes):
     """ALiBi counts the tokens of a document, each of which may have slopes of its own."""
     offsets, slopes, mask = torch.tensor([0, 80, 200]).int(), torch.rand(slopes), images(200)
 
@@ -486,8 +486,7 @@ def test_packed_slopes(device, against_oracle, slopes):
         ]
         return torch.cat([out[0].transpose(0, 1) for out in outputs])
 
-    with ff.use_backend("reference"):
-        against_oracle(call, {name: torch.randn(200, 2, 16) for name in ("query", "key", "value")})
+    against_oracle(call, {name: torch.randn(200, 2, 16) for name in ("query", "key", "value")})
 
 
 def test_packed_calls_that_do_not_fit(device):

@@ -234,12 +234,17 @@ def test_views_of_heads_that_share_keys(against_oracle, kind):
         against_oracle(attend(mask), tensors, **options)
 
 
-@pytest.mark.parametrize("options", [{}, dict(is_causal=True)], ids=str)
-def test_wide_heads(against_oracle, options):
-    """Those of more than 128 have one loop over the queries of a tile of keys."""
-    given = inputs("cpu", b=1, h=1, sq=300, sk=333, d=136)
+@pytest.mark.parametrize("case", ["plain", "causal", "dropout"])
+def test_wide_heads(against_oracle, case):
+    """Those of more than 128 have one loop over the queries of a tile of keys. Beside dropout they
+    have the tensor.
+    """
+    given, mask = inputs("cpu", b=1, h=1, sq=300, sk=333, d=136), PATTERNS["window"][:300, :333]
     with use_backend("triton"):
-        against_oracle(attend(PATTERNS["BigBird"][:300, :333]), given, **options)
+        against_oracle(attend(mask), given, **OPTIONS[case])
+        block = dict(attn_mask=ff.block_mask(mask))
+        said = ff.explain("scaled_dot_product_attention", **given, **block, **OPTIONS[case]).reason
+    assert ("only tiles that the mask shows are visited" in said) == (case != "dropout")
 
 
 def test_results_repeat():

@@ -158,8 +158,8 @@ def signature_of(
     )
 
 
-def optional_inputs(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
-    """Return the tensors of `OptionalInputs`. The query stands in for one that the call leaves out,
+def optional_inputs(query: Tensor, attention: Attention) -> tuple[Any, ...]:
+    """Return the fields of `OptionalInputs`. The query stands in for one that the call leaves out,
     which no kernel reads.
     """
     mask, bias, slopes = attention.attn_mask, attention.bias, attention.alibi_slopes

@@ -45,7 +45,7 @@ def _forward_plan(
     """
     packed = attention.cu_seqlens_q is not None
     few = splits_keys(query.shape[2], key.shape[2], attention.dropout_p, packed)
-    if few and attention.mask_spans is None and not on():
+    if few and not on():
         plan = DecodePlan(query, key, value, attention)
         if not plan.is_slower():
             return plan
@@ -147,10 +147,14 @@ def _visits(dim: int, attention: Attention) -> bool:
 
 
 def _visiting(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Attention:
-    """Return the description with a dense mask where the kernels take no block mask."""
-    if attention.mask_spans is None or _visits(max(query.shape[3], value.shape[3]), attention):
-        return attention
-    return attention.with_dense_mask(query.shape[2], key.shape[2])
+    """Return the description with a dense mask where the kernels take no block mask: `_visits`, and
+    few queries, whose keys are split over programs.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    wide = not _visits(max(query.shape[3], value.shape[3]), attention)
+    if wide or splits_keys(queries, keys, attention.dropout_p, attention.cu_seqlens_q is not None):
+        return attention.with_dense_mask(queries, keys)
+    return attention
 
 
 def _fake(query, key, value, *rest):

@@ -75,6 +75,18 @@ def test_layout(name, shape):
     assert (mask.lists.dtype, mask.spans.dtype) == (torch.int16, torch.int32)
 
 
+@pytest.mark.parametrize(
+    "begin, end", [(0, 1), (127, 129), (299, 300), (130, 130), (256, 9), (5, -5)]
+)
+def test_rows(begin, end):
+    """A part of the dense mask, of which no other rows are made."""
+    dense = masks(300, 420)["global and window"]
+    mask = ff.block_mask(dense)
+    assert torch.equal(mask.dense(slice(begin, end))[0, 0], dense[begin:end])
+    with pytest.raises(ValueError, match="consecutive"):
+        mask.dense(slice(0, 9, 2))
+
+
 def test_the_run_is_the_longest():
     dense = torch.ones(128, 64 * 9, dtype=torch.bool)
     dense[0, 64 * 2] = dense[0, 64 * 6] = False  # whole tiles 0 1, 3 4 5, 7 8

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .bounds import Bounds, split_at_run
+from ..common import LOG2E
+from .bounds import Bounds, Span, entries_within, split_at_run
 from .scores import Head, Keys, clamp
 
 ROWS, COLUMNS = tl.constexpr(128), tl.constexpr(64)  # queries and keys of a tile of a mask
@@ -55,8 +56,11 @@ class Lists(NamedTuple):
     jump: Any = 0
     gap: Any = 0
     skip: Any = 0
-    low: Any = 0  # in a packed batch, the range low <= n < high of each query or key, [BM] or [BN]
+    # In a packed batch, of each query that a program owns, [BM], or each key, [BN]: the range
+    # low <= n < high of what it sees, and where it stands among them, [BM, 1] or [BN, 1].
+    low: Any = 0
     high: Any = 0
+    place: Any = 0
 
 
 @triton.jit
@@ -78,32 +82,18 @@ def load_lists(optional, strides, sizes, b, h, own, OWNS_KEYS: tl.constexpr):
 
 
 @triton.jit
-def _entries_within(lists, begin, end, tiles, SIZE: tl.constexpr):
-    """Return which of the entries begin <= e < end, in ascending order, the band reaches; `tiles`
-    are those of `listed_spans`.
-    """
-    lo, hi = tiles[0] // SIZE, tl.cdiv(tiles[3], SIZE)
-    before, behind = 0, 0
-    for start in tl.range(begin, end, 128):
-        entry = start + tl.arange(0, 128)
-        index = tl.load(lists.tiles + entry, mask=entry < end, other=-1).to(tl.int32)
-        before += tl.sum(((index >= 0) & (index < lo)).to(tl.int32), 0)
-        behind += tl.sum((index >= tl.maximum(lo, hi)).to(tl.int32), 0)
-    return begin + before, end - behind
-
-
-@triton.jit
 def _range(call, t, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
-    """Return (first, end): the keys that query t sees by documents and band, or the queries that
-    see key t if the program owns keys. t is a number or [WIDTH]; one past the end has the range of
-    the last one. Neither decreases with t.
+    """Return (first, end, place, document): the keys that query t sees by documents and band, or
+    the queries that see key t if the program owns keys, and where t stands among these. t is a
+    number or [WIDTH]; one past the end has the range of the last one. None of them decreases with
+    t.
     """
-    mine, other, size = call.optional.slopes, call.optional.lengths, call.sizes.queries
+    mine, other, size = call.optional.offsets, call.optional.lengths, call.sizes.queries
     left, right = call.band.left, call.band.right
     if OWNS_KEYS:
         mine, other, size = other, mine, call.sizes.keys
         left, right = right, left
-    documents = call.strides.slope_batch
+    documents = call.sizes.documents
     t = tl.minimum(t, size - 1)
     d = t * 0
     for n in tl.range(0, 21):  # the last document that begins at or before t
@@ -115,22 +105,27 @@ def _range(call, t, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
         place = t + (end - tl.load(mine + d + 1))
     else:
         place = t + (first - tl.load(mine + d))
-    return clamp(place - left, first, end), clamp(place + right + 1, first, end)
+    return clamp(place - left, first, end), clamp(place + right + 1, first, end), place, d
 
 
 @triton.jit
-def with_lists(head, lists, own, WIDTH: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
-    """Return the head with the lists that its loops read and, in a packed batch, the ranges of the
-    queries or keys that the program owns.
+def with_lists(head, lists, own, tile: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
+    """Return the head with the lists that its loops read and, in a packed batch, the ranges and
+    slopes of the queries or keys that the program owns.
     """
+    slope = head.slope
     if has.lists == 3:
-        low, high = _range(head.call, own + tl.arange(0, WIDTH), has, OWNS_KEYS)
+        WIDTH: tl.constexpr = tile.columns if OWNS_KEYS else tile.rows
+        low, high, place, d = _range(head.call, own + tl.arange(0, WIDTH), has, OWNS_KEYS)
+        if has.alibi:
+            slope = tl.load(slope + d * head.call.strides.slope_batch)
+            slope = (slope.to(tile.acc) * LOG2E)[:, None]
         lists = Lists(
             lists.run_begin, lists.run_end, lists.begin, lists.part, lists.end, lists.tiles,
             lists.size, lists.bits, lists.cut, lists.first, lists.jump, lists.gap, lists.skip,
-            low, high,
+            low, high, place[:, None],
         )  # fmt: skip
-    return Head(head.draws, head.mask, head.bias, head.slope, head.sequence, head.call, lists)
+    return Head(head.draws, head.mask, head.bias, slope, head.sequence, head.call, lists)
 
 
 @triton.jit
@@ -145,12 +140,12 @@ def listed_spans(
     SIZE: tl.constexpr = ROWS if OWNS_KEYS else COLUMNS
     PARTS: tl.constexpr = SIZE // width
     if has.lists == 3:
-        lo, hi = _range(call, own, has, OWNS_KEYS)
-        begin, last = _range(
-            call, own + (tile.columns if OWNS_KEYS else tile.rows) - 1, has, OWNS_KEYS
-        )
+        lo, hi, _, _ = _range(call, own, has, OWNS_KEYS)
+        end = own + (tile.columns if OWNS_KEYS else tile.rows)
+        begin, last, _, _ = _range(call, end - 1, has, OWNS_KEYS)
         begin = tl.cdiv(begin, width) * width
-        tiles = lo // width * width, begin, tl.maximum(begin, hi // width * width), last
+        hi = begin if has.alibi else hi // width * width  # ALiBi: only the last loop has places
+        tiles = lo // width * width, begin, tl.maximum(begin, hi), last
     if OWNS_KEYS and not tile.split:  # one loop
         tiles = tiles[0], tiles[0], tiles[0], tiles[3]
     if has.lists >= 2:
@@ -158,18 +153,19 @@ def listed_spans(
         cut, run = split_at_run(tiles, bounds, width, has)
         first, last, jump, gap = cut
         cut = tl.cdiv(last - first, width)
-        begin, whole = _entries_within(lists, lists.begin, lists.part, tiles, SIZE)
-        part, end = _entries_within(lists, lists.part, lists.end, tiles, SIZE)
-        edge = 0, cut + (whole - begin + end - part) * PARTS, 0, 0
+        lo, hi = tiles[0] // SIZE, tl.cdiv(tiles[3], SIZE)
+        begin, whole = entries_within(lists.tiles, lists.begin, lists.part, lo, hi)
+        part, end = entries_within(lists.tiles, lists.part, lists.end, lo, hi)
+        edge = Span(0, cut + (whole - begin + end - part) * PARTS)
         lists = Lists(
             lists.run_begin, lists.run_end, begin, whole, end, lists.tiles, lists.size, lists.bits,
             cut, first, jump, gap, part - whole,
         )  # fmt: skip
-        return lists, run, (0, 0, 0, 0), edge
+        return lists, Span(run[0], run[1]), Span(0, 0), edge
     else:
-        run = lists.run_begin, tl.minimum(lists.run_end, tiles[3]), 0, 0
-        whole = lists.begin * PARTS, lists.part * PARTS, 0, 0
-        return lists, run, whole, (lists.part * PARTS, lists.end * PARTS, 0, 0)
+        run = Span(lists.run_begin, tl.minimum(lists.run_end, tiles[3]))
+        whole = Span(lists.begin * PARTS, lists.part * PARTS)
+        return lists, run, whole, Span(lists.part * PARTS, lists.end * PARTS)
 
 
 @triton.jit

@@ -144,7 +144,8 @@ def beside_loops(code: Code, warps: int) -> dict[str, int]:
     start   from the entry to the first product, by all warps of a scheduler
     end     behind the last loop of products
     copy    for a tile, by the warp that copies by TMA
-    mask    for a tile with masked keys, by the warp that sets these to zero, all branches taken
+    mask    for a tile, by the warp that sets masked keys to zero, or, for dK and dV, loads the
+            statistics of rows, all branches taken
 
     Where warps are specialised, `start` and `end` are those of the first group of four warps, to
     which the first branch of the kernel jumps.
@@ -167,7 +168,8 @@ def beside_loops(code: Code, warps: int) -> dict[str, int]:
     for a, b, found in loops:
         own = [code.instructions[i] for i in range(a) if names[i] == "USETMAXREG"]
         if own and int(own[-1].operands.split()[-1], 16) < 64:  # registers of a warp that helps
-            lengths["copy" if "UTMALDG" in found else "mask"] = b + 1 - a
+            part = "copy" if "UTMALDG" in found else "mask"
+            lengths[part] = max(lengths.get(part, 0), b + 1 - a)
     return lengths
 
 

@@ -275,7 +275,7 @@ def by_gluon(row: str = "Gluon 128 128", **given: Any) -> Tensor:
         tuned.source = before
     if torch.is_grad_enabled() and output.dtype == BF16 and ff.current_backend() == "triton":
         plans = [getattr(plan, "forward", None) for plan in launch.plans.values()]
-        assert any(isinstance(plan, launch.TMALaunch) for plan in plans)
+        assert any(isinstance(plan, (launch.TMALaunch, launch.MappedLaunch)) for plan in plans)
     return output
 
 

@@ -143,6 +143,36 @@ class TMALaunch(Launch):
         super().__call__(*pointers)
 
 
+class MappedLaunch(Launch):
+    """A launch of a kernel that takes TMA descriptors, which the host makes of the tensors of each
+    call: with them a program starts at once. They are the parameters behind the pointers.
+
+    Args:
+        maps: (place, make) for each descriptor. `place` is the index of its tensor among the
+            pointers, or the indices of a group and of its field; `make` returns the descriptor of
+            the tensor.
+    """
+
+    def __init__(self, maps: Iterable[tuple[Any, Callable[[Tensor], Any]]], *given: Any) -> None:
+        super().__init__(*given)
+        self._maps = tuple(maps)
+        self._made: tuple[Any, ...] = ()
+
+    def __call__(self, *pointers: Any) -> None:
+        tensors = [pointers[i] if j is None else pointers[i][j] for (i, j), _ in self._maps]
+        if not self._made:
+            made = [make(x) for (_, make), x in zip(self._maps, tensors)]
+            self._made = tuple([_with_base(descriptor, None) for descriptor in made])
+        super().__call__(*pointers, *map(_with_base, self._made, tensors))
+
+
+def _with_base(descriptor: Any, x: Tensor | None) -> Any:
+    """Return a copy of a descriptor for a tensor of the same layout, without Triton's checks."""
+    made = object.__new__(type(descriptor))
+    made.__dict__.update(descriptor.__dict__, base=x)
+    return made
+
+
 MOST_PLANS = 4096
 
 

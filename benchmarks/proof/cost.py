@@ -3,7 +3,7 @@
     python -m benchmarks.proof.cost              prints the ledger from benchmarks/results/
                                                  compile.json, which compile_gate.py writes
     python -m benchmarks.proof.cost --only TEXT  only the cases with TEXT in their name
-    python -m benchmarks.proof.cost --docs       writes the table of docs/machine_code.md
+    python -m benchmarks.proof.cost --docs       writes the tables of docs/machine_code.md
 
 The counts are facts, read from the machine code (sass.py); no time is modelled.
 
@@ -30,8 +30,8 @@ from benchmarks.proof.cases import CASES, DATA, Table
 
 TILE = 128 * 64
 PAGE = ROOT / "docs" / "machine_code.md"
-START = "<!-- loops: python -m benchmarks.proof.cost --docs -->"
-END = "<!-- end of loops -->"
+START = "<!-- {}: python -m benchmarks.proof.cost --docs -->"
+END = "<!-- end of {} -->"
 TRITON = metadata.version("triton")
 KNOWN = Path(__file__).with_name("known.tsv")
 
@@ -75,7 +75,9 @@ CHIPS = {"sm_80": Chip(108, shared=167936), "sm_90": Chip(132), "sm_100": Chip(1
 class Entry:
     """One loop, or other code of a kernel.
 
-    part: see `_parts`; `rest` is what is outside of the loops.
+    part: see `_parts`; `rest` is what is outside of the loops. For attention of a few tokens with a
+    mask of keys and dropout also `start` and `end`, which a program issues once, and `copy` and
+    `mask`, which one warp issues for a tile: see `beside_loops` of sass.py.
     """
 
     case: str
@@ -127,12 +129,22 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
             factor = unit / (elements * inner * times)
             product = record["products"][i] * times if record["products"] else 0
             yield _entry(name, kernel, part, record, blocks, loop, product, factor, waits, chip)
+        if _is_standard(case):
+            for part, issued in record["beside"].items():
+                figures = record["registers"], blocks, float(issued), 0.0, 0.0, 0.0, None, None
+                yield Entry(name, kernel, part, *figures)
         if not attention or not record["products"]:
             rest = {key: n - sum(x[key] for x in loops) for key, n in record["whole"].items()}
             if not loops or record["products"]:
                 yield _entry(
                     name, kernel, "rest", record, blocks, rest, 0, 128 / elements, None, chip
                 )
+
+
+def _is_standard(case: dict[str, Any]) -> bool:
+    """Return whether a call is like those of the standard Transformer, on Hopper."""
+    facts = case["arch"], case["op"], case.get("mask"), case.get("dropout")
+    return facts == ("sm_90", "attention", "key", True) and case["length"] <= 512
 
 
 def _parts(
@@ -264,10 +276,45 @@ def _loop_cells(found: list[Entry]) -> list[str]:
     ]  # fmt: skip
 
 
-def with_table(page: str) -> str:
-    """Return the text of docs/machine_code.md with the table of the committed data."""
-    before, rest = page.split(START)
-    return f"{before}{START}\n{attention_loops(read(Table.read()))}{END}{rest.split(END)[1]}"
+# The rows of the second table: a name, the choice of kernels, and the kernel.
+SEPARATE, PERSISTENT = "Gluon 64 128, separate", "Gluon 64 128, persistent forward"
+STARTS = (
+    ("forward", "scratch", "forward"),
+    ("backward in one kernel", "scratch", "short_backward"),
+    ("forward in Gluon", SEPARATE, "hopper_forward"),
+    ("the same, persistent", PERSISTENT, "hopper_forward"),
+    ("dK and dV in Gluon", SEPARATE, "hopper_dkdv"),
+    ("dQ in Gluon", SEPARATE, "hopper_dq"),
+    ("backward in one kernel in Gluon, persistent", PERSISTENT, "hopper_short"),
+)
+STARTS_HEADER = """\
+| key mask, dropout, D = 64, sm_90; S = 128 / 512 | start | end | copies | mask |
+|---|---|---|---|---|
+"""
+
+
+def starts(own: dict[str, list[Entry]]) -> str:
+    """Return the table of what is issued beside the loops of products, in Markdown."""
+    lines = []
+    for label, choice, kernel in STARTS:
+        call = "sm_90 attention bf16 D=64 S={} key mask, dropout, " + choice
+        found = [own[call.format(s)] for s in (128, 512)]
+        issued = [{e.part: f"{e.issue:.0f}" for e in x if e.kernel == kernel} for x in found]
+        cells = [[x.get(part, "-") for x in issued] for part in ("start", "end", "copy", "mask")]
+        lines.append("| " + " | ".join([label, *map(" / ".join, cells)]) + " |\n")
+    return STARTS_HEADER + "".join(lines)
+
+
+TABLES = {"loops": attention_loops, "starts": starts}
+
+
+def with_tables(page: str) -> str:
+    """Return the text of docs/machine_code.md with the tables of the committed data."""
+    for name, table in TABLES.items():
+        start, end = START.format(name), END.format(name)
+        before, rest = page.split(start)
+        page = f"{before}{start}\n{table(read(Table.read()))}{end}{rest.split(end)[1]}"
+    return page
 
 
 def rows(found: Iterable[Entry]) -> list[list[Any]]:
@@ -349,10 +396,10 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only the cases that contain TEXT"
     )
-    parser.add_argument("--docs", action="store_true", help=f"write the table of {PAGE.name}")
+    parser.add_argument("--docs", action="store_true", help=f"write the tables of {PAGE.name}")
     options = parser.parse_args()
     if options.docs:
-        PAGE.write_text(with_table(PAGE.read_text()))
+        PAGE.write_text(with_tables(PAGE.read_text()))
         return
     table = Table.read()
     known = {name: found for name, found in read(table).items() if options.only in name}

@@ -138,6 +138,41 @@ def together(loops: list[list[Instruction]], warps: int) -> dict[str, Any]:
     }
 
 
+def beside_loops(code: Code, warps: int) -> dict[str, int]:
+    """Count what a kernel of that many warps issues beside its loops of products, if it has any.
+
+    start   from the entry to the first product, by all warps of a scheduler
+    end     behind the last loop of products
+    copy    for a tile, by the warp that copies by TMA
+    mask    for a tile, by the warp that sets masked keys to zero, or, for dK and dV, loads the
+            statistics of rows, all branches taken
+
+    Where warps are specialised, `start` and `end` are those of the first group of four warps, to
+    which the first branch of the kernel jumps.
+    """
+    names = [i.name.split(".")[0] for i in code.instructions]
+    loops = [(a, b, set(names[a : b + 1])) for a, b in code.loops()]
+    branch = first = 0
+    if "USETMAXREG" in names:
+        branch = names.index("BRA")
+        target = _TARGET.search(code.instructions[branch].operands)
+        assert target
+        first, warps = code.labels[target[1]], 4
+    product = [i for i, name in enumerate(names) if i >= first and name in ("HGMMA", "HMMA")]
+    if not product:
+        return {}
+    end = max([b for _, b, found in loops if "HGMMA" in found or "HMMA" in found], default=0)
+    last = len(names) - names[::-1].index("EXIT")
+    lengths = {"start": branch + product[0] - first, "end": last - end - 1}
+    lengths = {part: n * warps // 4 for part, n in lengths.items()}
+    for a, b, found in loops:
+        own = [code.instructions[i] for i in range(a) if names[i] == "USETMAXREG"]
+        if own and int(own[-1].operands.split()[-1], 16) < 64:  # registers of a warp that helps
+            part = "copy" if "UTMALDG" in found else "mask"
+            lengths[part] = max(lengths.get(part, 0), b + 1 - a)
+    return lengths
+
+
 # ------------------------------------------------------------------- products that run on their own
 
 

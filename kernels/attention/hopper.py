@@ -37,6 +37,7 @@ from ..common import LOG2E, dropout_words
 from .bounds import inside_run, reads_no_mask
 from .hopper_parts import (
     accumulator,
+    at_row,
     bounds_of_keys,
     copy_in,
     copy_out,
@@ -53,14 +54,13 @@ from .hopper_parts import (
 from .hopper_work import (
     ROWS,
     Launched,
-    at_row,
+    Tensors,
     block_of,
     bounds_at,
     key_of_any_tile,
     key_of_tile,
     make_shared,
     make_tensors,
-    make_whole_tensors,
     masked_tiles,
     nth_block,
     place_of,
@@ -465,6 +465,10 @@ def hopper_forward_kernel(
     STATISTICS,
     SINKS,
     optional,
+    query_map,
+    key_map,
+    value_map,
+    output_map,
     output_strides,
     strides,
     sizes,
@@ -481,6 +485,7 @@ def hopper_forward_kernel(
 
     Query, key, value and O have 16 bits. They, and a mask and a bias of queries and keys, are read
     and written through TMA descriptors, which need addresses and strides in multiples of 16 bytes.
+    With `how.mapped` the descriptors are arguments: those of `map_of`.
     """
     if how.persistent:  # the first block; all are of sequences of one length
         place = place_of_block(gl.program_id(0), sizes, order, tile, has)
@@ -492,15 +497,16 @@ def hopper_forward_kernel(
         if i0 >= sequence.queries:
             return
     call = prepare_call(optional, strides, sizes, band, factors, has)
-    if how.persistent:
-        launched = Launched(call, sequence, order, LSE, STATISTICS, SINKS)
-        given = launched
-        tensors = make_whole_tensors(inputs, O, output_strides, launched, tile)
-    else:
+    if not how.persistent:
         bounds = bounds_at(place, call, tile, has)
         sequence = up_to_last_seen(sequence, bounds, has)
-        launched = Launched(call, sequence, order, LSE, STATISTICS, SINKS)
+    launched = Launched(call, sequence, order, LSE, STATISTICS, SINKS)
+    given = launched
+    if not how.persistent:
         given = block_of(place, launched, bounds, 0, 0, tile, has)
+    if how.mapped:
+        tensors = Tensors(query_map, key_map, value_map, output_map, key_map, key_map)
+    else:
         tensors = make_tensors(inputs, O, output_strides, launched, given, tile, has)
     shared = make_shared(inputs.query.dtype.element_ty, tensors, tile, has, how)
     fence_async_shared()  # makes the barriers visible to the copies

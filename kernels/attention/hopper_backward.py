@@ -75,8 +75,9 @@ class Statistics(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """TMA descriptors: [rows, D] of one head, or, for the queries and the gradients of the output
-    in dK and dV, [heads, rows, D] of the heads that share the keys.
+    """TMA descriptors. Those that a program makes are [rows, D] of one head, or, for the queries
+    and the gradients of the output in dK and dV, [heads, rows, D] of the heads that share the keys.
+    Those that the host makes are [B, H, rows, D].
     """
 
     query: Any
@@ -94,8 +95,8 @@ class Buffers(NamedTuple):
     stores its gradient there in the end. The other tiles are in slots.
     """
 
-    query: Any  # [2, BM / 2, BD], or [slots, 1, BM, BD]
-    grad_output: Any  # [2, BM / 2, BDV], or [slots, 1, BM, BDV]
+    query: Any  # [2, BM / 2, BD], or [slots, BM, BD]
+    grad_output: Any  # [2, BM / 2, BDV], or [slots, BM, BDV]
     key: Any  # [slots, BN, BD], or [2, BN / 2, BD]
     value: Any  # [slots, BN, BDV], or [2, BN / 2, BDV]
     first: Any  # dQ with a mask: bounds [slots, BN]. dK and dV: the offsets of rows [slots, BM]
@@ -375,7 +376,7 @@ def work_of(start, span, place, statistics, band, call, sequence, has: gl.conste
 
 @gluon.jit
 def store_gradient(x, at, own, target):
-    """Store a gradient [rows, D] through shared memory."""
+    """Store a gradient [rows, D] through shared memory. `at` are the coordinates of its tile."""
     own.store(x.to(target.dtype))
     fence_async_shared()  # makes the store visible to the copy
-    copy_out(target, [at, 0], own)
+    copy_out(target, at, own)

@@ -42,15 +42,16 @@ from .hopper_backward import (
 )
 from .hopper_parts import (
     accumulator,
+    at_row,
     barriers,
     bounds_of_keys,
-    buffer,
     copy_in,
     has_bounds,
     has_terms,
     mask_of,
     next_slot,
     rows_of,
+    tiles_of,
 )
 from .scores import (
     Features,
@@ -112,11 +113,12 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
     DO_BYTES: gl.constexpr = tile.rows * tile.value_block * 2
     TERM_BYTES: gl.constexpr = tile.rows * tile.columns * tile.term_bytes
     strides = work.call.strides
+    g = work.head // work.call.sizes.group
     mbarrier.expect(bars.own_ready, tile.columns * (tile.dim_block + tile.value_block) * 2)
     for half in gl.static_range(2):
-        n0 = work.start + half * HALF
-        copy_in(tensors.key, [n0, 0], bars.own_ready, buffers.key.index(half))
-        copy_in(tensors.value, [n0, 0], bars.own_ready, buffers.value.index(half))
+        rows = at_row(work.batch, g, work.start + half * HALF, tile)
+        copy_in(tensors.key, rows, bars.own_ready, buffers.key.index(half))
+        copy_in(tensors.value, rows, bars.own_ready, buffers.value.index(half))
     WALK: gl.constexpr = _walk_of(has)
     ONE: gl.constexpr = one_copy_loop(tile, WALK)
     slot = 0
@@ -127,7 +129,10 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
             begin, end = loop_of(span, span.begin, PART, WALK)
             for i0 in range(begin, end, tile.rows):
                 i0 = tile_at(i0, span, tile.rows, PART, WALK)
-                at = [member, i0, 0]
+                if tile.mapped:
+                    at = at_row(work.batch, work.head + member, i0, tile)
+                else:
+                    at = member, i0, 0
                 q_ready, do_ready = bars.first_ready.index(slot), bars.second_ready.index(slot)
                 # Both consumers have read the slot. In the first round this does not wait.
                 mbarrier.wait(bars.free.index(slot), phase ^ 1)
@@ -251,8 +256,7 @@ def _dkdv_consumer(
             begin, end = loop_of(span, span.begin, PART, WALK)
             for i0 in range(begin, end, BM):
                 i0 = tile_at(i0, span, tile.rows, PART, WALK)
-                q = buffers.query.index(slot).reshape([BM, tile.dim_block])
-                do = buffers.grad_output.index(slot).reshape([BM, tile.value_block])
+                q, do = buffers.query.index(slot), buffers.grad_output.index(slot)
                 mbarrier.wait(bars.first_ready.index(slot), phase)
                 s = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
                 mbarrier.wait(bars.second_ready.index(slot), phase)
@@ -294,10 +298,11 @@ def _dkdv_consumer(
         if has.key_grad:
             _store_bias_gradient(dbias, bound, j, member, work, DBIAS, has)
     dk = _seen_keys(dk * call.factors.scale, n0, work, tile, has, K)
-    store_gradient(dk, n0, k, tensors.first)
+    at = at_row(work.batch, work.head // call.sizes.group, n0, tile)
+    store_gradient(dk, at, k, tensors.first)
     if has.dropout:
         dv = dv * call.factors.inv_keep
-    store_gradient(_seen_keys(dv, n0, work, tile, has, V), n0, v, tensors.second)
+    store_gradient(_seen_keys(dv, n0, work, tile, has, V), at, v, tensors.second)
     tma.store_wait(0)  # the program ends after the copies have read its shared memory
 
 
@@ -439,15 +444,17 @@ def _dkdv_tensors(
 def _dkdv_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
     """Make the shared memory of a program of dK and dV, and its barriers."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dtype: gl.constexpr = tensors.key.dtype
+    HALF: gl.constexpr = tile.columns // 2
     offsets = gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT)
     peaks = offsets
     if has.separate_max:
         peaks = gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT)
     buffers = Buffers(
-        query=_tiles_of_heads(tensors.query, tile.slots),
-        grad_output=_tiles_of_heads(tensors.grad_output, tile.slots),
-        key=buffer(tensors.key, 2),
-        value=buffer(tensors.value, 2),
+        query=tiles_of(dtype, tile.slots, tile.rows, tile.dim_block),
+        grad_output=tiles_of(dtype, tile.slots, tile.rows, tile.value_block),
+        key=tiles_of(dtype, 2, HALF, tile.dim_block),
+        value=tiles_of(dtype, 2, HALF, tile.value_block),
         first=offsets,
         second=gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT),
         peak=peaks,
@@ -477,6 +484,12 @@ def hopper_dkdv_kernel(
     OFFSET,
     DELTA,
     optional,
+    query_map,
+    grad_output_map,
+    key_map,
+    value_map,
+    grad_key_map,
+    grad_value_map,
     dk_strides,
     dv_strides,
     do_strides,
@@ -504,7 +517,11 @@ def hopper_dkdv_kernel(
     all_strides = dk_strides, dv_strides, do_strides, strides
     batch_head = (b * sizes.heads + h).to(gl.int32)
     head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
-    tensors = _dkdv_tensors(inputs, (DK, DV), (b, g), all_strides, sizes, head, tile, has)
+    if tile.mapped:
+        own = query_map, grad_output_map, key_map, value_map, grad_key_map, grad_value_map
+        tensors = Tensors(*own, key_map, key_map)
+    else:
+        tensors = _dkdv_tensors(inputs, (DK, DV), (b, g), all_strides, sizes, head, tile, has)
     shared = _dkdv_shared(tensors, tile, has)
     fence_async_shared()  # makes the barriers visible to the copies
     span = _queries_of_keys(n0, sequence, band, tile, has)

@@ -41,6 +41,7 @@ from .hopper_backward import (
 )
 from .hopper_parts import (
     accumulator,
+    at_row,
     barriers,
     bounds_of_keys,
     buffer,
@@ -50,6 +51,7 @@ from .hopper_parts import (
     mask_of,
     next_slot,
     rows_of,
+    tiles_of,
     up_to_last_seen,
 )
 from .scores import (
@@ -76,9 +78,10 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
     ONE: gl.constexpr = one_copy_loop(tile, has)
     mbarrier.expect(bars.own_ready, tile.rows * (tile.dim_block + tile.value_block) * 2)
     for half in gl.static_range(2):
-        rows = work.start + half * HALF
-        copy_in(tensors.query, [rows, 0], bars.own_ready, buffers.query.index(half))
-        copy_in(tensors.grad_output, [rows, 0], bars.own_ready, buffers.grad_output.index(half))
+        rows = at_row(work.batch, work.head, work.start + half * HALF, tile)
+        copy_in(tensors.query, rows, bars.own_ready, buffers.query.index(half))
+        copy_in(tensors.grad_output, rows, bars.own_ready, buffers.grad_output.index(half))
+    g = work.head // work.call.sizes.group
     slot = 0
     phase = 0
     for PART in gl.static_range(2 * ONE, 2 + ONE):
@@ -88,12 +91,11 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
             # Both consumers have read the slot. In the first round this does not wait.
             mbarrier.wait(bars.free.index(slot), phase ^ 1)
             mbarrier.expect(bars.first_ready.index(slot), K_BYTES)
-            copy_in(tensors.key, [n0, 0], bars.first_ready.index(slot), buffers.key.index(slot))
+            rows = at_row(work.batch, g, n0, tile)
+            copy_in(tensors.key, rows, bars.first_ready.index(slot), buffers.key.index(slot))
             edge = is_edge(n0, work.span)
             expect_terms(bars.second_ready.index(slot), edge, V_BYTES, TERM_BYTES, PART, has)
-            copy_in(
-                tensors.value, [n0, 0], bars.second_ready.index(slot), buffers.value.index(slot)
-            )
+            copy_in(tensors.value, rows, bars.second_ready.index(slot), buffers.value.index(slot))
             for half in gl.static_range(2):
                 at = [work.start + half * HALF, n0]
                 ready = bars.second_ready.index(slot)
@@ -260,7 +262,8 @@ def _dq_consumer(
             mbarrier.arrive(bars.free.index(slot), count=1)  # the products have read the slot
             slot = after
             phase = after_phase
-    store_gradient(dq * call.factors.scale, i0, q, tensors.first)
+    at = at_row(work.batch, work.head, i0, tile)
+    store_gradient(dq * call.factors.scale, at, q, tensors.first)
     tma.store_wait(0)  # the program ends after the copy has read its shared memory
 
 
@@ -314,16 +317,18 @@ def _dq_tensors(inputs, DQ, place, all_strides, head, tile: gl.constexpr, has: g
 @gluon.jit
 def _dq_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
     """Make the shared memory of a program of dQ, and its barriers."""
-    k_tiles = buffer(tensors.key, tile.slots)
+    dtype: gl.constexpr = tensors.key.dtype
+    HALF: gl.constexpr = tile.rows // 2
+    k_tiles = tiles_of(dtype, tile.slots, tile.columns, tile.dim_block)
     bounds = k_tiles
     if has_bounds(has):
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         bounds = gl.allocate_shared_memory(gl.float32, [tile.slots, tile.columns], FLAT)
     buffers = Buffers(
-        query=buffer(tensors.query, 2),
-        grad_output=buffer(tensors.grad_output, 2),
+        query=tiles_of(dtype, 2, HALF, tile.dim_block),
+        grad_output=tiles_of(dtype, 2, HALF, tile.value_block),
         key=k_tiles,
-        value=buffer(tensors.value, tile.slots),
+        value=tiles_of(dtype, tile.slots, tile.columns, tile.value_block),
         first=bounds,
         second=bounds,
         peak=bounds,
@@ -353,6 +358,11 @@ def hopper_dq_kernel(
     OFFSET,
     DELTA,
     optional,
+    query_map,
+    grad_output_map,
+    key_map,
+    value_map,
+    grad_query_map,
     dq_strides,
     do_strides,
     strides,
@@ -368,7 +378,7 @@ def hopper_dq_kernel(
 
     Query, key, value, the gradient of the output and DQ have 16 bits. They, and a mask and a bias
     of queries and keys, are read and written through TMA descriptors, which need addresses and
-    strides in multiples of 16 bytes.
+    strides in multiples of 16 bytes. With `tile.mapped` the descriptors are arguments.
     """
     batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
@@ -380,7 +390,11 @@ def hopper_dq_kernel(
     bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
     sequence = up_to_last_seen(sequence, bounds, has)
     head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
-    tensors = _dq_tensors(inputs, DQ, (b, h, g), all_strides, head, tile, has)
+    if tile.mapped:
+        own = query_map, grad_output_map, key_map, value_map, grad_query_map, grad_query_map
+        tensors = Tensors(*own, key_map, key_map)
+    else:
+        tensors = _dq_tensors(inputs, DQ, (b, h, g), all_strides, head, tile, has)
     shared = _dq_shared(tensors, tile, has)
     fence_async_shared()  # makes the barriers visible to the copies
     lo, hi = keys_of_rows(i0, i0 + tile.rows, sequence.length, sequence.shift, band, tile, has)

@@ -4,11 +4,14 @@ descriptors, and rings of slots.
 
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common import LOG2E
+from ..launch import triton_dtype
 from .scores import Sequence
 
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9, 3.6
@@ -101,6 +104,33 @@ def rows_of(base, rows, stride, B: gl.constexpr, D: gl.constexpr, BD: gl.constex
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B, BD], base.dtype.element_ty)
     return tma.make_tensor_descriptor(base, [rows, D], [stride, 1], [B, BD], LAYOUT)
+
+
+def map_of(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Make the TMA descriptor of a tensor [B, H, S, D] that is copied in tiles [rows, width] of a
+    head, on the host. Elements past its end read as zeros and are not written.
+    """
+    block = [1, 1, rows, width]
+    layout = gl.NVMMASharedLayout.get_default_for(block, triton_dtype(x.dtype))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+@gluon.jit
+def at_row(b, head, row, tile: gl.constexpr):
+    """Return the coordinates of the tile at a row of a head, for its TMA descriptor: that of
+    `map_of` if `tile.mapped`, or of `rows_of`.
+    """
+    if tile.mapped:
+        return b.to(gl.int32), head.to(gl.int32), row, 0
+    else:
+        return row, 0
+
+
+@gluon.jit
+def tiles_of(dtype: gl.constexpr, count: gl.constexpr, B: gl.constexpr, BD: gl.constexpr):
+    """Allocate `count` tiles [B, BD]."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B, BD], dtype)
+    return gl.allocate_shared_memory(dtype, [count, B, BD], LAYOUT)
 
 
 @gluon.jit

@@ -65,6 +65,7 @@ class How(NamedTuple):
     turns: Any  # whether the consumers take turns in issuing products
     packed: Any  # whether a loop carries weights as 16 bits
     persistent: Any  # whether a program computes several blocks of queries, one after the other
+    mapped: Any = False  # whether the host makes the TMA descriptors, see `shares_descriptors`
 
 
 class Order(NamedTuple):
@@ -103,7 +104,7 @@ def _how(row: Row, plan: Any, attention: Attention) -> How | None:
     """Return how a row computes a call, or None if it takes too much shared memory or too many
     registers.
     """
-    if not _fits_in_registers(row, plan) or (row.persistent and not _may_persist(plan)):
+    if not _fits_in_registers(row, plan) or (row.persistent and not shares_descriptors(plan)):
         return None
     width, values = plan.tile.dim_block, plan.tile.value_block
     outputs = values * (values != width or row.persistent)
@@ -116,12 +117,30 @@ def _how(row: Row, plan: Any, attention: Attention) -> How | None:
     return None
 
 
-def _may_persist(plan: Any) -> bool:
-    """Return whether the TMA descriptors of a call serve all of its heads: sequences of one length,
-    no mask or bias of queries and keys, and no head that is read more than once.
+def shares_descriptors(plan: Any) -> bool:
+    """Return whether TMA descriptors of whole tensors serve all heads of a call, so that the host
+    can make them: sequences of one length, no mask or bias of queries and keys, and no head that is
+    read more than once.
     """
-    has, steps = plan.has, plan.arguments["strides"][:9]
-    return all(steps) and not (has.lengths or has.packed or 2 in (has.mask, has.bias))
+    has = plan.has
+    return all(plan.steps) and not (has.lengths or has.packed or 2 in (has.mask, has.bias))
+
+
+def maps(kernel: str, rows: int, columns: int, dim: int, value_dim: int) -> list[tuple[Any, ...]]:
+    """Return (place, rows, width) of each TMA descriptor that a kernel takes, in the order of its
+    parameters: the place of its tensor among the pointers, see `MappedLaunch`, and its tiles.
+    """
+    query, key, value, grad_output = ((0, field) for field in range(4))
+    if kernel == "forward":
+        keys = (key, columns, dim), (value, columns, value_dim)
+        return [(query, 64, dim), *keys, ((1, None), 64, value_dim)]
+    rows, columns = (64, columns) if kernel == "dq" else (rows, 64)
+    own = [(query, rows, dim), (grad_output, rows, value_dim)]
+    own += [(key, columns, dim), (value, columns, value_dim)]
+    if kernel == "dq":
+        return [*own, ((1, None), rows, dim)]
+    first, second = ((1, None), (2, None)) if kernel == "dkdv" else ((2, 1), (2, 2))
+    return [*own, (first, columns, dim), (second, columns, value_dim)]
 
 
 def _fits_in_registers(row: Row, plan: Any) -> bool:
@@ -198,7 +217,7 @@ def short_refused(plan: Any) -> bool:
     options = has.mask == 2, has.bias, has.alibi, has.softcap, has.left, has.packed, has.shard
     sizes_fit = max(plan.q_length, plan.k_length) <= 512 and plan.head_block <= 64
     square = tile.dim_block == tile.value_block == 64 and sizes.group == 1
-    return any(options) or not (sizes_fit and square and all(plan.arguments["strides"][:9]))
+    return any(options) or not (sizes_fit and square and all(plan.steps))
 
 
 class RingTile(NamedTuple):
@@ -218,6 +237,7 @@ class RingTile(NamedTuple):
     slots: Any  # of the ring
     term_bytes: Any  # that the mask and the bias of queries and keys take for a score
     bias_grad: Any  # whether dQ also writes the gradient of a bias
+    mapped: Any  # whether the host makes the TMA descriptors
 
 
 def backward_ways(

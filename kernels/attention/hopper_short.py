@@ -11,7 +11,7 @@ mask of keys or lengths, causality and dropout.
     dQ           stays in shared memory, in float32, until all keys are done. Each element belongs
                  to one thread: no addition is atomic.
 
-A program computes several heads, one after the other, with TMA descriptors that it makes once.
+A program computes several heads, one after the other, with TMA descriptors that the host makes.
 benchmarks/proof/gluon_simulator.py runs the kernel on a CPU and finds accesses that no barrier
 orders.
 """
@@ -33,8 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common import LOG2E
 from .hopper_backward import at_most, score_gradient
 from .hopper_dkdv import with_signs
-from .hopper_parts import accumulator, barriers, copy_in, copy_out, like, next_slot
-from .hopper_work import heads_of, tiles_of
+from .hopper_parts import accumulator, barriers, copy_in, copy_out, like, next_slot, tiles_of
 from .scores import first_row, locate_head, locate_sequence, prepare_call
 
 
@@ -371,32 +370,6 @@ def _store_queries(
 
 
 @gluon.jit
-def _descriptors(work, tile: gl.constexpr):
-    """Make the TMA descriptors of all heads."""
-    inputs, grads, layouts = work.inputs, work.grads, work.layouts
-    strides, sizes = work.call.strides, work.call.sizes
-    queries = work.heads // sizes.heads, sizes.heads, sizes.queries
-    keys = work.heads // sizes.heads, sizes.heads, sizes.keys
-    BM: gl.constexpr = tile.rows
-    HALF: gl.constexpr = tile.columns // 2
-    of_query = strides.query_batch, strides.query_head, strides.query_row
-    of_key = strides.key_batch, strides.key_head, strides.key_row
-    of_value = strides.value_batch, strides.value_head, strides.value_row
-    D: gl.constexpr = tile.dim
-    BD: gl.constexpr = tile.dim_block
-    DV: gl.constexpr = tile.value_dim
-    BDV: gl.constexpr = tile.value_block
-    return _Tensors(
-        query=heads_of(inputs.query, queries, of_query, BM, D, BD),
-        grad_output=heads_of(inputs.grad_output, queries, layouts.grad_output, BM, DV, BDV),
-        key=heads_of(inputs.key, keys, of_key, HALF, D, BD),
-        value=heads_of(inputs.value, keys, of_value, HALF, DV, BDV),
-        grad_key=heads_of(grads.key, keys, layouts.grad_key, HALF, D, BD),
-        grad_value=heads_of(grads.value, keys, layouts.grad_value, HALF, DV, BDV),
-    )
-
-
-@gluon.jit
 def _make_shared(dtype: gl.constexpr, tile: gl.constexpr, PARTS: gl.constexpr):
     """Make the shared memory of a program, and its barriers."""
     HALF: gl.constexpr = tile.columns // 2
@@ -433,6 +406,12 @@ def hopper_short_kernel(
     saved,
     grads,
     optional,
+    query_map,
+    grad_output_map,
+    key_map,
+    value_map,
+    grad_key_map,
+    grad_value_map,
     layouts,
     strides,
     sizes,
@@ -449,7 +428,7 @@ def hopper_short_kernel(
     """
     call = prepare_call(optional, strides, sizes, band, factors, has)
     work = _Work(inputs, saved, grads, layouts, call, pairs)
-    tensors = _descriptors(work, tile)
+    tensors = _Tensors(query_map, grad_output_map, key_map, value_map, grad_key_map, grad_value_map)
     shared = _make_shared(tensors.query.dtype, tile, PARTS)
     fence_async_shared()  # makes the barriers visible to the copies
     FIRST: gl.constexpr = 0

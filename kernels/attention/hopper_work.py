@@ -8,11 +8,19 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..common import LOG2E
 from .bounds import Bounds, load_bounds, reads_no_mask, split_at_run
-from .hopper_parts import barriers, buffer, has_bounds, has_terms, mask_of, rows_of, slot_of
+from .hopper_parts import (
+    barriers,
+    buffer,
+    has_bounds,
+    has_terms,
+    mask_of,
+    rows_of,
+    slot_of,
+    tiles_of,
+)
 from .scores import (
     first_row,
     keys_of_rows,
@@ -378,13 +386,6 @@ def make_shared(
 
 
 @gluon.jit
-def tiles_of(dtype: gl.constexpr, count: gl.constexpr, B: gl.constexpr, BD: gl.constexpr):
-    """Allocate `count` tiles [B, BD]."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B, BD], dtype)
-    return gl.allocate_shared_memory(dtype, [count, B, BD], LAYOUT)
-
-
-@gluon.jit
 def make_tensors(inputs, O, output_strides, launched, block, tile: gl.constexpr, has: gl.constexpr):
     """Make the TMA descriptors of the head of a block."""
     BN: gl.constexpr = tile.columns
@@ -414,50 +415,3 @@ def make_tensors(inputs, O, output_strides, launched, block, tile: gl.constexpr,
         mask,
         bias,
     )
-
-
-@gluon.jit
-def make_whole_tensors(inputs, O, output_strides, launched, tile: gl.constexpr):
-    """Make the TMA descriptors of all heads, whose sequences have one length."""
-    call, sequence = launched.call, launched.sequence
-    strides, sizes = call.strides, call.sizes
-    heads = sizes.heads
-    batch = blocks_of(launched.order) // (gl.cdiv(sizes.queries, tile.rows) * heads)
-    queries = batch, heads, gl.maximum(sequence.queries, 1)
-    keys = batch, heads // sizes.group, gl.maximum(sequence.length, 1)
-    of_query = strides.query_batch, strides.query_head, strides.query_row
-    of_key = strides.key_batch, strides.key_head, strides.key_row
-    of_value = strides.value_batch, strides.value_head, strides.value_row
-    key = heads_of(inputs.key, keys, of_key, tile.columns, tile.dim, tile.dim_block)
-    return Tensors(
-        heads_of(inputs.query, queries, of_query, ROWS, tile.dim, tile.dim_block),
-        key,
-        heads_of(inputs.value, keys, of_value, tile.columns, tile.value_dim, tile.value_block),
-        heads_of(O, queries, output_strides, ROWS, tile.value_dim, tile.value_block),
-        key,
-        key,
-    )
-
-
-@gluon.jit
-def heads_of(base, sizes, strides, B: gl.constexpr, D: gl.constexpr, BD: gl.constexpr):
-    """Make the TMA descriptor of a tensor [batch, heads, rows, D] that is copied in tiles of rows
-    [B, BD], as `rows_of` does.
-    """
-    batch, heads, rows = sizes
-    of_batch, of_head, of_row = strides
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [1, 1, B, BD], base.dtype.element_ty
-    )
-    return tma.make_tensor_descriptor(
-        base, [batch, heads, rows, D], [of_batch, of_head, of_row, 1], [1, 1, B, BD], LAYOUT
-    )
-
-
-@gluon.jit
-def at_row(b, head, row, how: gl.constexpr):
-    """Return the coordinates of the tile at a row of a head, for its TMA descriptor."""
-    if how.persistent:
-        return b.to(gl.int32), head.to(gl.int32), row, 0
-    else:
-        return row, 0

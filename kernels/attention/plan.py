@@ -22,6 +22,7 @@ from fastformer.description import OPTIONS, Attention, other_fields, tensor_fiel
 from ..common import LOG2E, dropout_arguments
 from ..launch import (
     Launch,
+    MappedLaunch,
     TMALaunch,
     allow_tf32,
     architecture,
@@ -61,8 +62,10 @@ from .hopper_rows import (
     backward_obstacle,
     backward_ways,
     in_turn,
+    maps,
     obstacle,
     refused,
+    shares_descriptors,
     short_refused,
     term_bytes,
     ways,
@@ -94,6 +97,7 @@ try:  # Triton before 3.6 has no Gluon, and a later one may change it
     from .hopper import hopper_forward_kernel
     from .hopper_dkdv import hopper_dkdv_kernel
     from .hopper_dq import hopper_dq_kernel
+    from .hopper_parts import map_of
     from .hopper_rows import HOPPER, HOPPER_BACKWARD
     from .hopper_short import hopper_short_kernel
 except Exception:
@@ -281,6 +285,7 @@ class Plan:
             cut = self.has.left, self.has.right, self.has.lengths, self.has.shard
             self.has = self.has._replace(lists=3 if in_documents else 2 if any(cut) else 1)
         rows = (*self.strides(query), *self.strides(key), *self.strides(value))
+        self.steps: tuple[Any, ...] = rows  # of batches, heads and rows
         group = self.heads // max(1, self.groups)
         softcap = 1.0 if attention.softcap is None else attention.softcap
         lengths = self.q_length, self.k_length, q_rows, k_rows
@@ -325,10 +330,15 @@ class Plan:
         """Add a launch, and return its kernel. `grid` gives the number of programs along one axis,
         or along the three of `locate_block`; `own` are arguments that no other kernel takes.
         """
-        tiles, launch, source = self.tiles(name), Launch, self.source
+        tiles, source = self.tiles(name), self.source
+        launch: Any = Launch
+        # Descriptors that end at the last key within the bounds of a mask are made by a program.
+        mapped = shares_descriptors(self) and (source is None or name == "dkdv")
         if name == "forward" and tiles in HOPPER:
-            own["how"] = constants(self.for_hopper[tiles])
-            kernel, tiles, launch = hopper_forward_kernel, HOPPER[tiles], TMALaunch
+            how, tiles, kernel = self.for_hopper[tiles], HOPPER[tiles], hopper_forward_kernel
+            mapped |= how.persistent
+            own["how"] = constants(how._replace(mapped=mapped))
+            launch = TMALaunch
         elif tiles in (known := HOPPER_BACKWARD.get(name, {})):
             kernel = hopper_dq_kernel if name == "dq" else hopper_dkdv_kernel
             tiles, launch = known[tiles], TMALaunch
@@ -339,7 +349,11 @@ class Plan:
         )
         if name in HOPPER_BACKWARD and launch is TMALaunch:
             bias_grad = name == "dq" and self.own_bias_grad
-            tile = RingTile._make((*tile, tiles.stages, self.term_bytes, bias_grad))
+            tile = RingTile._make((*tile, tiles.stages, self.term_bytes, bias_grad, mapped))
+        if launch is TMALaunch and mapped:
+            launch = self.mapped(name, tile)
+        elif launch is TMALaunch:
+            own |= {name: None for name in kernel.arg_names if name.endswith("_map")}
         arguments, bounds = self.arguments, None
         if source is not None:
             bounds = BoundedLaunch(name, tiles, source, self.tile.wide)
@@ -360,6 +374,15 @@ class Plan:
         )
         self.launch[name] = made if bounds is None else bounds.then(made)
         return kernel
+
+    def mapped(self, name: str, tile: Any) -> Callable[..., Launch]:
+        """Return the launch of a kernel whose TMA descriptors the host makes."""
+        sides = tile.rows, tile.columns, tile.dim_block, tile.value_block
+        found = [
+            (place, functools.partial(map_of, rows=rows, width=width))
+            for place, rows, width in maps(name, *sides)
+        ]
+        return functools.partial(MappedLaunch, found)
 
     def strides(self, x: Tensor) -> RowStrides:
         """Return the strides of x [B, H, S, D]; the first one is 0 for a packed batch."""
@@ -598,6 +621,7 @@ class BackwardPlan(Plan):
         self.grads = [(x.shape, x.stride()) for x in like]
         dq, dk, dv = (self.strides(x) for x in like)
         do = self.strides(grad_output)
+        self.steps += (*do, *dq, *dk, *dv)
         self.obstacle = backward_obstacle(self, grad_output, (query, key, value), attention)
         self.overlaps = self.obstacle is None
         self.term_bytes = term_bytes(self, attention)
@@ -657,18 +681,20 @@ class BackwardPlan(Plan):
     def short_for_hopper(self, layouts: RowLayouts, has_dlse: bool) -> Launch:
         """Return the launch of the backward in one kernel in Gluon."""
         pairs = self.batch * self.heads
-        tile = self.tile._replace(rows=64, columns=128, recompute_masked=False)
+        sides = self.tile._replace(rows=64, columns=128, recompute_masked=False)
+        tile = RingTile._make((*sides, SHORT_SLOTS, 0, False, True))
         own = dict(
             layouts=layouts,
             pairs=pairs,
-            tile=constants(RingTile._make((*tile, SHORT_SLOTS, 0, False))),
+            tile=constants(tile),
             has=constants(self.has),
             PARTS=2 * triton.cdiv(self.q_length, 128),
             HAS_DLSE=has_dlse,
         )
         groups = dict(inputs=BackwardInputs, saved=Saved, grads=Gradients, optional=OptionalInputs)
         grid = (min(pairs, processors(self.device)),)
-        return TMALaunch(hopper_short_kernel, grid, self.arguments | own, 4, 2, groups)
+        launch = self.mapped("short", tile)
+        return launch(hopper_short_kernel, grid, self.arguments | own, 4, 2, groups)
 
     def may_read(self, source: Source) -> bool:
         """Return whether the source is a mask: a bias that is learned hides nothing."""

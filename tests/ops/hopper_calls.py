@@ -120,12 +120,19 @@ def chosen(
             through_triton(launch, *pointers)
             return
         names = launch._kernel.arg_names
-        groups = zip(names, launch._groups, pointers)
+        made: dict[int, Any] = {}  # by tensor; a descriptor comes behind the pointer of its tensor
+
+        def given_as(group: str, x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return made.setdefault(id(x), pointer(name, group, x))
+            form = x.shape, x.strides, x.block_shape, x.layout
+            return gluon_simulator.Descriptor(made[id(x.base)], *form)
+
         given = [
-            of(*(pointer(name, f"{group}.{field}", y) for field, y in zip(of._fields, x)))
+            of(*(given_as(f"{group}.{field}", y) for field, y in zip(of._fields, x)))
             if of
-            else pointer(name, group, x)
-            for group, of, x in groups
+            else given_as(group, x)
+            for group, of, x in zip(names, launch._groups, pointers)
         ]
         arguments = dict(zip(names, (*given, *launch._arguments), strict=True))
         launched.append(arguments)

@@ -5,6 +5,8 @@ simulator is there to find is found.
 import contextlib
 import functools
 import math
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import hopper_calls
 from fastformer.kernels import common, tuned
 from fastformer.kernels.attention import launchers, plan
 from fastformer.kernels.attention.hopper_rows import HOPPER, in_turn, refused
+from fastformer.kernels.launch import MappedLaunch
 from hopper_calls import DROPOUT, LENGTHS, MASK, ONE_HIDDEN, ROW, replaced, simulated
 from hopper_calls import inputs as qkv
 from mutants import HARMLESS
@@ -411,6 +414,38 @@ def test_which_rows_a_call_may_take():
     assert rows(128, bias=torch.ones(64).half(), dropout_p=0.1) == {"128 64"}
     assert rows(256) == rows(128, attn_mask=mask, dropout_p=0.1) == {"128 64"}
     assert rows(256, attn_mask=mask) == set()
+
+
+@pytest.mark.parametrize("call", ["plain", "mask", "lengths", "mask, dropout, bounds", "2-D mask"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_who_makes_the_descriptors(call, persistent):
+    """The host, if they serve all heads and do not end at the last key within bounds."""
+    (sizes, options), bounds = CALLS[call], "bounds" in call
+    if persistent and call in ("lengths", "2-D mask"):
+        pytest.skip("no persistent row computes it")
+    x = qkv(**sizes, dtype=torch.float16)
+    with simulated(bounds=bounds, persistent=persistent) as launched:
+        functional.scaled_dot_product_attention(**x, **options, enable_gqa=True)
+    names = [name for name in launched[0] if name.endswith("_map")]
+    made = [launched[0][name] for name in names]
+    if not (persistent or call in ("plain", "mask")):
+        assert made == [None] * 4
+        return
+    assert names == ["query_map", "key_map", "value_map", "output_map"]
+    for tensor, found in zip((*x.values(), x["query"]), made):
+        assert (found.shape, found.strides) == ([*tensor.shape], [*tensor.stride()])
+
+
+def test_a_launch_with_descriptors_keeps_no_tensor():
+    """It would be that of the first call."""
+    maps = [((0, None), functools.partial(plan.map_of, rows=64, width=64))]
+    launch = MappedLaunch(maps, SimpleNamespace(arg_names=["X", "x_map"]), (0,), {}, 4)
+    x = torch.zeros(1, 1, 64, 64).half()
+    alive = weakref.ref(x)
+    launch(x)
+    assert len(launch._made) == 1
+    del x
+    assert alive() is None
 
 
 def test_how_many_programs_a_persistent_row_has():

@@ -250,39 +250,44 @@ case(SDPA, "attention, everything",
 
 
 class InGluon(dict):
-    """Measurements that chose a row of the forward for Hopper for every class of calls."""
+    """Measurements that chose these rows for Hopper, by kernel, for every class of calls."""
 
-    def __init__(self, row: str) -> None:
-        self.row = row
+    def __init__(self, **rows: str) -> None:
+        self.rows = {f"attention {kernel}": row for kernel, row in rows.items()}
 
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
         from fastformer.kernels import tuned
 
-        if key[0] != "attention forward":
-            return default
-        return tuned.label(tuned.GluonOption(self.row))
+        row = self.rows.get(key[0])
+        return default if row is None else tuned.label(tuned.GluonOption(row))
 
 
-def by_gluon(row: str = "Gluon 128 128", **given: Any) -> Tensor:
-    """Output and lse; in 16 bits, of the forward for Hopper."""
+def by_gluon(row: str = "Gluon 128 128", rows: Any = (), **given: Any) -> Tensor:
+    """Output and lse; in 16 bits, of the forward for Hopper, and of other kernels by their rows."""
     from fastformer.kernels import launch, tuned
 
     backends._load(SDPA)  # which sets the source
-    before, tuned.source = tuned.source, lambda device: InGluon(row)
+    before, tuned.source = tuned.source, lambda device: InGluon(forward=row, **dict(rows))
     try:
         output = with_lse(**given)
     finally:
         tuned.source = before
     if torch.is_grad_enabled() and output.dtype == BF16 and ff.current_backend() == "triton":
         plans = [getattr(plan, "forward", None) for plan in launch.plans.values()]
-        assert any(isinstance(plan, launch.TMALaunch) for plan in plans)
+        assert any(isinstance(plan, (launch.TMALaunch, launch.MappedLaunch)) for plan in plans)
     return output
 
 
 case(SDPA, "attention, Gluon, persistent", qkv(2, 4, 140, 64, g=2, sk=130), ("dense", "swapped"),
      call=by_gluon, row="Gluon 128 128, persistent", enable_gqa=True, is_causal=True,
      sampled=True)  # fmt: skip
+case(SDPA, "attention, Gluon, forward and backward", qkv(2, 4, 71, 64, g=2, sk=130),
+     ("dense", "swapped"), call=by_gluon, rows=dict(dq="Gluon 128 128", dkdv="Gluon 64 128"),
+     enable_gqa=True, is_causal=True, sampled=True, **DROPOUT)  # fmt: skip
 HOPPER_MASK = {"attn_mask": lambda: torch.rand(2, 1, 1, 130) > 0.2}
+case(SDPA, "attention, Gluon, backward in one kernel", qkv(2, 2, 71, 64, sk=130, **HOPPER_MASK),
+     ("dense", "swapped"), call=by_gluon, rows={"short backward": "Gluon 64 128"},
+     **DROPOUT)  # fmt: skip
 case(SDPA, "attention, Gluon", qkv(2, 4, 71, 64, g=2, sk=130), ("dense", "swapped"),
      call=by_gluon, enable_gqa=True, is_causal=True, causal_alignment="bottom_right",
      sampled=True)  # fmt: skip

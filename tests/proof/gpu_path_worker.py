@@ -40,6 +40,7 @@ import triton.language as tl
 from fastformer.kernels.launch import constants
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 import conftest
@@ -108,6 +109,21 @@ class Memory:
             ctypes.memmove(start, storages[i], len(old))
 
 
+def check_map(given: Any, name: str, parameters: Iterator[bytes], check: Any) -> None:
+    """A TMA descriptor that the host has made is that of its tensor, as libcuda.c writes it down.
+    Sizes and strides follow as numbers.
+    """
+    shape, strides, size = [*given.shape], [*given.strides], given.base.element_size()
+    rank = len(shape)
+    words = struct.unpack("<16Q", next(parameters, b"").ljust(128))
+    found = words[:2], [*words[2 : 2 + rank]], [*words[8 : 7 + rank]]
+    steps = [n * size for n in strides[-2::-1]]
+    expected = (given.base.data_ptr(), rank), shape[::-1], steps
+    check(found == expected, f"the descriptor {name} is {found}, given {expected}")
+    rest = [next(parameters, b"") for _ in range(2 * rank)]
+    check(b"".join(rest) == struct.pack(f"<{rank}i{rank}q", *shape, *strides), f"sizes of {name}")
+
+
 class Launches:
     """Looks at each launch and has it computed."""
 
@@ -166,6 +182,9 @@ class Launches:
                 value, given = plain(values[path]), plain(given)
                 check(value == given, f"{name} is compiled as {value}, given {given}")
                 continue
+            if kind.startswith("tensordesc"):
+                check_map(given, name, parameters, check)
+                continue
             pointer, raw = kind[0] == "*", next(parameters, b"")
             form = "<Q" if pointer else "<" + SCALARS[kind]
             if len(raw) != struct.calcsize(form):
@@ -215,7 +234,10 @@ class Launches:
             items = []
             for i, (kind, argument) in enumerate(zip(kinds, given)):
                 here = (*path, i)
-                if isinstance(kind, tuple):
+                if isinstance(argument, TensorDescriptor):
+                    form = tuple(argument.shape), tuple(argument.strides), argument.block_shape
+                    items.append(("map", memory.place(argument.base), *form))
+                elif isinstance(kind, tuple):
                     items.append(type(kind)(*rebuilt(kind, argument, here)))
                 else:
                     value = values[here]

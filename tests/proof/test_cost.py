@@ -77,6 +77,26 @@ def test_loops_of_specialised_warps():
     assert sass.outstanding(ttgir) == [2]
 
 
+def helper(registers, loop):
+    """The loop of a warp that copies or masks, behind the request for its registers."""
+    lines = [f"USETMAXREG.DEALLOC.CTAPOOL {registers:#x}", f"{loop} R4, R2", *["IADD3 R2, R2"] * 8]
+    label = f".L_x_{registers}"
+    code = [f"        /*0000*/                   {line} ;" for line in [*lines, f"BRA `({label})"]]
+    return "\n".join([code[0], f"{label}:", *code[1:]]) + "\n"
+
+
+def test_what_is_issued_beside_loops():
+    """Where warps are specialised, a group of four is behind the first branch."""
+    # The code has one instruction before its loop, whose first one multiplies, and two behind it.
+    assert sass.beside_loops(sass.parse(CODE), 8) == dict(start=2 * 1, end=2 * 2)
+    jump = "        /*0000*/                   BRA `(.L_x_0) ;\n"
+    helpers = helper(24, "UTMALDG.2D") + helper(48, "STS") + helper(240, "STS")
+    code = sass.parse(jump + helpers + ".L_x_0:\n" + CODE)
+    assert sass.beside_loops(code, 12) == dict(start=1, end=2, copy=10, mask=10)
+    without = sass.parse(CODE.replace("HGMMA", "FFMA"))
+    assert sass.beside_loops(without, 8) == {}
+
+
 # The products of a loop as the specialised forward should have it: the scores, then the output,
 # whose left operand is in registers; the exponentials stand between the two waits.
 OVERLAPPED = """
@@ -341,10 +361,10 @@ def test_bad_options(monkeypatch, capsys):
     assert "no case" in capsys.readouterr().err
 
 
-def test_the_table_of_the_page_is_that_of_the_data():
+def test_the_tables_of_the_page_are_those_of_the_data():
     """Else `python -m benchmarks.proof.cost --docs`."""
     page = cost.PAGE.read_text()
-    assert cost.with_table(page) == page
+    assert cost.with_tables(page) == page
 
 
 def test_the_table_of_loops_adds_up():

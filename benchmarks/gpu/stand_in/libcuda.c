@@ -227,11 +227,21 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
   return CUDA_SUCCESS;
 }
 
-// Triton's wheels name these; no kernel of this package takes a tensor map.
+// A tensor map is here its address, rank, sizes, strides in bytes and tile, the last dimension first.
 CUresult cuTensorMapEncodeTiled(
     CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
     const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
     const cuuint32_t *element_strides, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
     CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
-  return CUDA_ERROR_NOT_SUPPORTED;
+  if (rank < 1 || rank > 5 || (cuuint64_t)address % 16) return CUDA_ERROR_INVALID_VALUE;
+  cuuint64_t *words = memset(map, 0, sizeof *map);
+  words[0] = (cuuint64_t)address, words[1] = rank;
+  for (unsigned i = 0; i < rank; i++) {
+    if (!dims[i] || dims[i] > 1ull << 32 || !box[i] || box[i] > 256) return CUDA_ERROR_INVALID_VALUE;
+    if (i && (!strides[i - 1] || strides[i - 1] % 16 || strides[i - 1] >> 40))
+      return CUDA_ERROR_INVALID_VALUE;
+    words[2 + i] = dims[i], words[7 + i] = i ? strides[i - 1] : 0;
+    ((cuuint32_t *)(words + 12))[i] = box[i];
+  }
+  return CUDA_SUCCESS;
 }

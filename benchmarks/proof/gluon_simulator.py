@@ -667,7 +667,8 @@ class Language:
         names = [f"{name}[{i}]" for i in range(shape[0])]
         if dtype.name == "int64":
             return Several([Barrier(n) for n in names])
-        data = np.full([int(n) for n in shape], np.nan, np.float32)
+        kind = np.int32 if dtype.name == "int32" else np.float32
+        data = np.full([int(n) for n in shape], np.nan if kind == np.float32 else -1, kind)
         return Shared(data, [Cell(n) for n in names], dtype)
 
     @staticmethod

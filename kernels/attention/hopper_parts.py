@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..common import LOG2E
+from .lists import WORDS
 from .scores import Sequence
 
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9, 3.6
@@ -134,6 +135,28 @@ def up_to_last_seen(sequence, bounds, has: gl.constexpr):
         )
     else:
         return sequence
+
+
+@gluon.jit
+def store_bits(bits, lists, slot, part, PARTS: gl.constexpr):
+    """Store the bits of a tile of a block mask to the rows of `bits` [.., 64] from `part` on: for
+    each 64 queries the words of the first 32 keys, then those of the others.
+    """
+    i = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
+    base = lists.bits + slot.to(gl.int64) * WORDS
+    for n in gl.static_range(PARTS):
+        bits.index(part + n).store(gl.load(base + (n // 2 * 128 + n % 2) + i * 2))
+
+
+@gluon.jit
+def seen_by_bits(bits, part, j, S: gl.constexpr):
+    """Return which keys j [64] of a tile each query sees, by two rows of `bits`."""
+    low = gl.expand_dims(bits.index(part).load(gl.SliceLayout(1, S)), 1)
+    high = gl.expand_dims(bits.index(part + 1).load(gl.SliceLayout(1, S)), 1)
+    j = gl.expand_dims(j, 0)
+    words = gl.where(j < 32, low, high)
+    # The first shift is the same for all keys of a thread.
+    return ((words >> (j & 6)) & (1 << (j & 25))) != 0
 
 
 @gluon.jit

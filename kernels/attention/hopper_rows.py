@@ -105,10 +105,13 @@ def _how(row: Row, plan: Any, attention: Attention) -> How | None:
     """
     if not _fits_in_registers(row, plan) or (row.persistent and not _may_persist(plan)):
         return None
+    if plan.has.lists and (row.BM > 128 or row.BN > 64):  # a tile is a part of one of the mask
+        return None
     width, values = plan.tile.dim_block, plan.tile.value_block
     outputs = values * (values != width or row.persistent)
     fixed = 2 * (row.BM * (width + outputs) + row.stages * row.BN * (width + values)) + BARRIERS
     fixed += 4 * row.stages * row.BN * (1 in (plan.has.mask, plan.has.bias))
+    fixed += 8 * row.stages * row.BM * (plan.has.lists > 0)
     terms = row.BM * row.BN * (size := term_bytes(plan, attention))
     for slots in (2, 1):
         if fixed + slots * terms <= SHARED:
@@ -121,7 +124,8 @@ def _may_persist(plan: Any) -> bool:
     no mask or bias of queries and keys, and no head that is read more than once.
     """
     has, steps = plan.has, plan.arguments["strides"][:9]
-    return all(steps) and not (has.lengths or has.packed or 2 in (has.mask, has.bias))
+    varies = has.lengths or has.packed or has.lists or 2 in (has.mask, has.bias)
+    return all(steps) and not varies
 
 
 def _fits_in_registers(row: Row, plan: Any) -> bool:
@@ -136,7 +140,7 @@ def _fits_in_registers(row: Row, plan: Any) -> bool:
         return False
     needs = 2 * has.dropout + 4 * has.alibi + 2 * (has.left or has.right) + has.softcap
     needs += max(3 * (has.mask == 1), 4 * (has.bias == 1))
-    needs += 5 * (has.mask == 2) + 3 * (has.bias == 2)
+    needs += 5 * (has.mask == 2 or has.lists > 0) + 3 * (has.bias == 2)
     roomy = plan.head_block <= 64 or (plan.head_block <= 128 and (row.packed or row.BN == 64))
     return needs <= (15 if roomy else 5)
 
@@ -158,8 +162,8 @@ def _obstacles(plan: Any, inputs: tuple[Tensor, ...], attention: Attention) -> I
         yield f"it takes no scale of {attention.scale}"
     if not all(x.numel() for x in inputs):
         yield "it takes no empty tensors"
-    if has.lists:
-        yield "it takes no block mask"
+    if has.lists > 1:
+        yield "it takes no block mask that a band, lengths or documents cut"
     if plan.tile.wide or any(_is_uncopied(x) for x in inputs):
         yield "TMA copies rows at multiples of 16 bytes, and less than 2^31 elements of a head"
     if inputs[2].shape[3] % 8:
@@ -279,6 +283,8 @@ def _of_backward(plan: Any, inputs: tuple[Tensor, ...], grad_output: Tensor) -> 
     heads that share keys as one tensor, as if these heads shared a mask [keys].
     """
     has, arguments = plan.has, plan.arguments
+    if has.lists:
+        yield "its backward takes no block mask"
     if plan.head_block > 256:
         yield "its backward takes head dims up to 256"
     if any(x.shape[3] % 8 for x in inputs):  # the gradients are contiguous

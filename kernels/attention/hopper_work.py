@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from ..common import LOG2E
 from .bounds import Bounds, load_bounds, reads_no_mask, split_at_run
 from .hopper_parts import barriers, buffer, has_bounds, has_terms, mask_of, rows_of, slot_of
+from .lists import COLUMNS, load_lists, slot_of_entry
 from .scores import (
     first_row,
     keys_of_rows,
@@ -33,6 +34,8 @@ class Walk(NamedTuple):
         t >= edges:   begin + t BN
 
     The numbers t of a persistent program continue from one block to the next.
+
+    With a block mask the edge tiles are those that are partly seen, and `tile_of_lists` finds them.
     """
 
     first: Any
@@ -42,6 +45,7 @@ class Walk(NamedTuple):
     jump: Any
     gap: Any
     begin: Any
+    lists: Any = 0  # `Lists` of a block mask
 
 
 class Work(NamedTuple):
@@ -120,6 +124,7 @@ class Buffers(NamedTuple):
     bounds: Any
     mask: Any  # [slots * consumers, 64, BN], of queries and keys
     bias: Any  # the same
+    bits: Any  # [slots * consumers * 2, 64], of a block mask: word w of a query, for 32 keys
 
 
 class Barriers(NamedTuple):
@@ -139,6 +144,8 @@ class Barriers(NamedTuple):
     term_ready: Any  # 1: the copies, once mask and bias of queries and keys are there
     term_free: Any  # all
     turn: Any  # 1 for each consumer: the previous consumer has issued its products
+    # 1: the copies, once the bits of a block mask are there. Who has released values has read bits.
+    bits_ready: Any
 
 
 class Place(NamedTuple):
@@ -146,7 +153,7 @@ class Place(NamedTuple):
 
     query: Any
     key: Any
-    slot: Any  # of the bounds
+    slot: Any  # of the bounds, or of bits
     phase: Any
     term_slot: Any  # of mask and bias of queries and keys
     term_phase: Any
@@ -179,11 +186,51 @@ def walk_of(i0, sequence, band, bounds, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
+def _listed_walk(lists, length, tile: gl.constexpr):
+    """Return the `Walk` of a block mask: the partly seen tiles, then those of the run, which begins
+    at key `begin`, then the other whole tiles. If no tile is visible, it visits one past the end.
+    """
+    parts, run = lists.end - lists.part, lists.run_end - lists.run_begin
+    tiles = parts + run // tile.columns + lists.part - lists.begin
+    begin = gl.where(run > 0, lists.run_begin, gl.cdiv(length, tile.columns) * tile.columns)
+    return Walk(0, gl.maximum(parts, 1), gl.maximum(tiles, 1), 0, parts, 0, begin, lists)
+
+
+@gluon.jit
+def tile_of_lists(walk, t, tile: gl.constexpr, EDGE: gl.constexpr):
+    """Return the first key of the t-th tile and, with EDGE, the slot of its bits."""
+    lists = walk.lists
+    whole = t - walk.jump  # the number among whole tiles
+    run = gl.maximum((lists.run_end - lists.run_begin) // tile.columns, 1)
+    listed, entry = whole >= run, lists.begin + whole - run
+    if EDGE:
+        listed, entry = listed | (whole < 0), gl.where(whole < 0, lists.end + whole, entry)
+    index = gl.load(lists.tiles + entry, mask=listed, other=0).to(gl.int32)
+    n0 = gl.where(listed, index * COLUMNS, walk.begin + whole * tile.columns)
+    slot = 0
+    if EDGE:
+        exists = (lists.run_end > lists.run_begin).to(gl.int32)
+        slot = gl.where(listed, slot_of_entry(lists, entry, listed), exists)
+    return n0, slot
+
+
+@gluon.jit
 def numbered(walk, first, tile: gl.constexpr):
     """Return a `Walk` with its tiles numbered from `first` on."""
     keys = first * tile.columns
     edges, end = walk.edges + first, walk.end + first
     return Walk(first, edges, end, walk.lo - keys, walk.jump, walk.gap, walk.begin - keys)
+
+
+@gluon.jit
+def visited_tiles(i0, sequence, band, bounds, first, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Walk` of the queries from i0 on, with tiles from `first` on, given the bounds of
+    `bounds_at`.
+    """
+    if has.lists:
+        return _listed_walk(bounds, sequence.length, tile)
+    else:
+        return numbered(walk_of(i0, sequence, band, bounds, tile, has), first, tile)
 
 
 @gluon.jit
@@ -232,9 +279,14 @@ def place_of_block(n, sizes, order, tile: gl.constexpr, has: gl.constexpr):
 
 @gluon.jit
 def bounds_at(place, call, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Bounds` of the mask for the queries at `place`, which `locate_rows` returns."""
+    """Return the `Bounds` of the mask, or the `Lists` of a block mask, for the queries at `place`,
+    which `locate_rows` returns.
+    """
     _, i0, b, h, _ = place
-    return load_bounds(call.optional, call.strides, b, h, i0 // tile.rows, has)
+    if has.lists:
+        return load_lists(call.optional, call.strides, call.sizes, b, h, i0, False)
+    else:
+        return load_bounds(call.optional, call.strides, b, h, i0 // tile.rows, has)
 
 
 @gluon.jit
@@ -270,14 +322,14 @@ def work_of(i0, head, bounds, first, tile: gl.constexpr, has: gl.constexpr):
     if has.shard:
         draw_row = call.sizes.shard.query
         draw_column = call.sizes.shard.key
-    if not has.bounds:
+    if not has.bounds and not has.lists:
         bounds = Bounds(0, 0, 0, sequence.length)
     factor = call.scale
     if has.softcap:
         factor = call.factors.softcap * LOG2E
     return Work(
         start=i0,
-        walk=numbered(walk_of(i0, sequence, call.band, bounds, tile, has), first, tile),
+        walk=visited_tiles(i0, sequence, call.band, bounds, first, tile, has),
         last=sequence.length - 1,
         left=sequence.shift - call.band.left,
         right=sequence.shift + call.band.right,
@@ -301,7 +353,9 @@ def jumps(has):
 @gluon.jit
 def key_of_tile(walk, t, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constexpr):
     """Return the first key of the t-th tile."""
-    if EDGE:
+    if has.lists:
+        return tile_of_lists(walk, t, tile, EDGE)[0]
+    elif EDGE:
         n0 = walk.lo + t * tile.columns
         if jumps(has):
             n0 = gl.where(n0 < walk.jump, n0, n0 + walk.gap)
@@ -313,8 +367,11 @@ def key_of_tile(walk, t, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constex
 @gluon.jit
 def key_of_any_tile(walk, t, tile: gl.constexpr, has: gl.constexpr):
     """Return the first key of the t-th tile, whether it is an edge tile or not."""
-    other = key_of_tile(walk, t, tile, has, False)
-    return gl.where(t < walk.edges, key_of_tile(walk, t, tile, has, True), other)
+    if has.lists:
+        return key_of_tile(walk, t, tile, has, True)
+    else:
+        other = key_of_tile(walk, t, tile, has, False)
+        return gl.where(t < walk.edges, key_of_tile(walk, t, tile, has, True), other)
 
 
 @gluon.jit
@@ -328,7 +385,7 @@ def place_of(i0, n0, t, which, how: gl.constexpr):
 @gluon.jit
 def masked_tiles(walk, has: gl.constexpr):
     """Return the first tile that is computed without the mask."""
-    if reads_no_mask(has):
+    if reads_no_mask(has) or (has.lists and has.bias == 0):
         return walk.edges
     else:
         return walk.end
@@ -350,14 +407,17 @@ def make_shared(
     bounds = k_tiles
     mask = k_tiles
     bias = k_tiles
+    bits = 0
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if has_bounds(has):
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         bounds = gl.allocate_shared_memory(gl.float32, [SLOTS, tile.columns], FLAT)
+    if has.lists:
+        bits = gl.allocate_shared_memory(gl.int32, [SLOTS * ALL * 2, ROWS], FLAT)
     if has.mask == 2:
         mask = buffer(tensors.mask, how.term_slots * ALL)
     if has.bias == 2:
         bias = buffer(tensors.bias, how.term_slots * ALL)
-    buffers = Buffers(q_tiles, k_tiles, v_tiles, o_tiles, bounds, mask, bias)
+    buffers = Buffers(q_tiles, k_tiles, v_tiles, o_tiles, bounds, mask, bias, bits)
     query_ready = barriers(1, 1).index(0)
     key_ready = barriers(SLOTS, 1)
     bars = Barriers(
@@ -373,6 +433,7 @@ def make_shared(
         term_ready=barriers(how.term_slots, 1) if has_terms(has) else key_ready,
         term_free=barriers(how.term_slots, ALL) if has_terms(has) else key_ready,
         turn=barriers(ALL, 1),
+        bits_ready=barriers(SLOTS, 1) if has.lists else 0,
     )
     return buffers, bars
 

@@ -173,7 +173,7 @@ def listed_spans(
 
 
 @triton.jit
-def _slot(lists, entry, ok):
+def slot_of_entry(lists, entry, ok):
     """Return the slot of an entry, or 0 if `ok` is False. It is stored in halves, because the
     compiler would copy a scalar of 32 bits through shared memory, and then no keys ahead.
     """
@@ -210,7 +210,7 @@ def listed_tile(
         start += within
     slot = 0
     if EDGE:
-        slot = _slot(lists, entry, listed)
+        slot = slot_of_entry(lists, entry, listed)
     if has.lists >= 2:
         start = tl.where(listed, start, n0)
         slot = tl.where(listed, slot, WHOLE)
@@ -262,7 +262,7 @@ def find_slot(lists, n0):
         entry = start + tl.arange(0, 128)
         index = tl.load(lists.tiles + entry, mask=entry < lists.end, other=-1).to(tl.int32)
         found = tl.maximum(found, tl.max(tl.where(index == n0 // COLUMNS, entry, -1), 0))
-    slot = _slot(lists, found, found >= 0)
+    slot = slot_of_entry(lists, found, found >= 0)
     return tl.where((n0 >= lists.run_begin) & (n0 < lists.run_end), WHOLE, slot)
 
 

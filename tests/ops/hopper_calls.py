@@ -167,7 +167,8 @@ def memory(x: Tensor) -> Tensor:
 def pointer(kernel: str, name: str, x: Tensor) -> gluon_simulator.Pointer:
     """Point to the first element of a tensor, in a copy of its memory."""
     flat = memory(x.detach())
-    array = (flat.float() if x.element_size() == 2 else flat).numpy().copy()
+    half = x.is_floating_point() and x.element_size() == 2
+    array = (flat.float() if half else flat).numpy().copy()
     tensor = gluon_simulator.argument(kernel, name, x)
     dtype = getattr(tl, str(x.dtype)[6:])
     return gluon_simulator.Pointer(array, dtype, x.storage_offset(), tensor)

@@ -54,6 +54,22 @@ WINDOW = dict(window=(190, 30), causal_alignment="bottom_right")  # cuts tiles o
 SLOPES = torch.tensor([0.5, 0.03])
 FULL = ragged(2, 1, 130, 208)
 SPANS = spans(140, 464, 240)
+
+
+def blocks(sq, sk):
+    """A mask [2, 2, sq, sk] of runs of whole tiles, others behind them, and partly seen ones; the
+    queries of one tile of the second head see nothing.
+    """
+    i, j = torch.arange(sq)[:, None], torch.arange(sk)
+    near = ((i - j).abs() < 40) | (j < 9) | (i == 5)
+    one = near | (j // 64 == 3) | ((j // 64 > 4) & (j // 64 < 7))
+    other = (i // 128 != 1) & ((j // 64 % 2 == 0) | near)
+    drawn = torch.rand(sq, sk, generator=torch.Generator().manual_seed(2)) < 0.3
+    whole = (j >= 0) & (i >= 0)
+    return torch.stack([one, other, drawn, whole]).view(2, 2, sq, sk)
+
+
+BLOCKS = ff.block_mask(blocks(300, 500))
 ONLY_FEW = torch.cat([torch.zeros(1, 140, 464), torch.ones(1, 140, 464).tril(-130)]) > 0
 CALLS = {
     **hopper_calls.CALLS,
@@ -150,6 +166,33 @@ CALLS = {
             key_lengths=LENGTHS + 200,
             **WINDOW,
         ),
+    ),
+    "block mask": (dict(sq=300, sk=500, d=32, dv=32), dict(attn_mask=BLOCKS)),
+    "block mask of all heads, dropout": (
+        dict(sq=300, sk=500, b=1, h=4, g=2),
+        dict(attn_mask=BLOCKS[0, 0], **DROPOUT),
+    ),
+    "block mask, bias, alibi, softcap": (
+        dict(sq=300, sk=504, b=1),
+        dict(
+            attn_mask=ff.block_mask(blocks(300, 504)[:1]),
+            bias=numbers(300, 504),
+            alibi_slopes=SLOPES,
+            softcap=5.0,
+        ),
+    ),
+    "block mask, key bias, sinks, dropout": (
+        dict(sq=300, sk=500, b=1),
+        dict(
+            attn_mask=BLOCKS[0],
+            bias=numbers(500).masked_fill(torch.arange(500) % 7 == 0, -torch.inf),
+            sinks=torch.tensor([0.5, -2.0]),
+            **DROPOUT,
+        ),
+    ),
+    "block mask, 128 wide": (
+        dict(sq=130, sk=70, d=128, dv=128),
+        dict(attn_mask=ff.block_mask(blocks(130, 70))),
     ),
     "256 wide": (dict(d=256, dv=256, b=1), dict(is_causal=True)),
     "other dims": (dict(d=80, dv=24), dict(is_causal=True)),
@@ -471,8 +514,8 @@ PACKED = dict(
 )
 # The calls that show planted faults, and how they are computed: of six tiles; of seven with edges;
 # with a mask, also of wide rows, and of one key alone; with one sequence without keys; with edges
-# on both sides; with masks of which only the edges are read; with a bias; of a packed batch; with
-# three consumers; and with programs of two or three blocks.
+# on both sides; with masks of which only the edges are read; with a bias; with a block mask of each
+# head; of a packed batch; with three consumers; and with programs of two or three blocks.
 SHOWN = {
     "plain": (dict(sk=330), {}, {}),
     "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True), {}),
@@ -484,6 +527,11 @@ SHOWN = {
     "spans": (dict(sq=140, sk=464, b=1), dict(attn_mask=SPANS), dict(bounds=True)),
     "holes": (dict(sk=448), dict(attn_mask=HOLES), dict(bounds=True)),
     "bias": (dict(sk=208), dict(bias=numbers(130, 208)), {}),
+    "blocks": (
+        dict(sq=300, sk=512, b=1, h=4, g=2),
+        dict(attn_mask=ff.block_mask(blocks(300, 512).view(1, 4, 300, 512))),
+        {},
+    ),
     "packed": (dict(sq=100, sk=135, b=1), PACKED, {}),
     "three": (dict(sq=190, sk=330, b=1), {}, dict(BM=192, packed=True)),
     "persistent": (dict(sq=70, sk=300, h=5), {}, dict(persistent=True)),

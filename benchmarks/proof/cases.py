@@ -275,6 +275,15 @@ for _d, _also in (
 ):
     for _kind in _OF_BOTH + _also:
         _variant(f"sm_90 attention bf16 D={_d} {_kind}", "Gluon backward", choices=_BACKWARD)
+for _d, _drop, _rows in (
+    (64, "", 64),
+    (64, ", dropout", 64),
+    (128, "", 64),
+    (128, ", dropout", 32),
+):
+    _tiles = {"attention dkdv": f"Gluon {_rows} 64", "attention dq": "Gluon 128 64"}
+    _base = f"sm_90 attention bf16 D={_d} block mask{_drop}"
+    _variant(_base, "Gluon backward", choices=_tiles)
 for _kind in ("2-D mask, dropout", "key bias, dropout", *_WITH_EVERY):
     for _d in (64, 128):
         _base, _tiles = f"sm_90 attention bf16 D={_d} {_kind}", _BACKWARD

@@ -50,6 +50,7 @@ from .hopper_parts import (
     slot_of,
     spread,
     store_bits,
+    tile_of_lists,
     unpack,
     up_to_last_seen,
 )
@@ -69,8 +70,8 @@ from .hopper_work import (
     place_of,
     place_of_block,
     rounds_of,
-    tile_of_lists,
 )
+from .lists import COLUMNS
 from .scores import locate_rows, locate_sequence, prepare_call, store_sums
 
 
@@ -156,8 +157,8 @@ def _copy_bits(walk, t, shared, tile: gl.constexpr, how: gl.constexpr):
     buffers, bars = shared
     WORDS: gl.constexpr = how.consumers * 2
     slot, _ = slot_of(t, how.slots)
-    _, of_bits = tile_of_lists(walk, t, tile, True)
-    store_bits(buffers.bits, walk.lists, of_bits, slot * WORDS, WORDS)
+    _, of_bits = tile_of_lists(walk.lists, t, walk.begin, tile.columns, COLUMNS, True)
+    store_bits(buffers.bits, slot * WORDS, walk.lists, of_bits, 0, ROWS, WORDS)
     mbarrier.arrive(bars.bits_ready.index(slot), count=1)
 
 
@@ -242,7 +243,7 @@ def _scores(s, place, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE:
     if has.lists:
         mbarrier.wait(bars.bits_ready.index(place.slot), place.phase)
         part = (place.slot * (tile.rows // ROWS) + (place.query - work.start) // ROWS) * 2
-        shown = seen_by_bits(buffers.bits, part, j, S)
+        shown = seen_by_bits(buffers.bits, part, j, S, False)
     if has.softcap:
         s = 1.0 - 2.0 / (gl.exp2(s * work.scale) + 1.0)
     s = _biased(s, bias, bound, work, has)

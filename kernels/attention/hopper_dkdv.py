@@ -26,6 +26,7 @@ from .hopper_backward import (
     head_of,
     is_edge,
     kept_by_dropout,
+    listed_span,
     load_terms,
     loop_of,
     masked,
@@ -34,6 +35,7 @@ from .hopper_backward import (
     probabilities,
     read_by,
     score_gradient,
+    slot_at,
     store_gradient,
     terms,
     tile_at,
@@ -51,7 +53,10 @@ from .hopper_parts import (
     mask_of,
     next_slot,
     rows_of,
+    store_bits,
 )
+from .lists import ROWS as MASK_ROWS
+from .lists import load_lists
 from .scores import (
     Features,
     clamp,
@@ -62,6 +67,8 @@ from .scores import (
     locate_sequence,
     prepare_call,
 )
+
+HALF = gl.constexpr(64)  # keys of a consumer
 
 
 @gluon.constexpr_function
@@ -87,9 +94,13 @@ def _walk_of(has):
 def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
     """Return the `Span` of a head, within the bounds of its mask."""
     span = work.span
-    if has.bounds:
-        call, queries = work.call, work.sequence.queries
-        h = work.head + member
+    call, queries = work.call, work.sequence.queries
+    h = work.head + member
+    if has.lists:
+        own = gl.minimum(work.start, call.sizes.keys - 1)  # the last consumer may own no key
+        lists = load_lists(call.optional, call.strides, call.sizes, work.batch, h, own, True)
+        return listed_span(lists, MASK_ROWS)
+    elif has.bounds:
         bounds = load_bounds_of_keys(call, work.batch, h, work.start, queries, tile, has)
         if has_terms(has):
             return within_bounds(span, bounds, tile.rows, has)
@@ -104,16 +115,16 @@ def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
 @gluon.jit
 def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
     """Copy keys and values. Then copy for each head that shares them, tile by tile, the queries,
-    the gradients of the output, and a mask and a bias [queries, keys].
+    the gradients of the output, a mask and a bias [queries, keys], and bits of a block mask.
     """
     buffers, bars = shared
-    HALF: gl.constexpr = tile.columns // 2
+    HALVES: gl.constexpr = tile.columns // HALF
     Q_BYTES: gl.constexpr = tile.rows * tile.dim_block * 2
     DO_BYTES: gl.constexpr = tile.rows * tile.value_block * 2
     TERM_BYTES: gl.constexpr = tile.rows * tile.columns * tile.term_bytes
     strides = work.call.strides
     mbarrier.expect(bars.own_ready, tile.columns * (tile.dim_block + tile.value_block) * 2)
-    for half in gl.static_range(2):
+    for half in gl.static_range(HALVES):
         n0 = work.start + half * HALF
         copy_in(tensors.key, [n0, 0], bars.own_ready, buffers.key.index(half))
         copy_in(tensors.value, [n0, 0], bars.own_ready, buffers.value.index(half))
@@ -125,25 +136,31 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
         span = _span_of_head(work, member, tile, has)
         for PART in gl.static_range(2 * ONE, 2 + ONE):
             begin, end = loop_of(span, span.begin, PART, WALK)
-            for i0 in range(begin, end, tile.rows):
-                i0 = tile_at(i0, span, tile.rows, PART, WALK)
+            for place in range(begin, end, tile.rows):
+                i0 = tile_at(place, span, tile.rows, PART, WALK, MASK_ROWS)
                 at = [member, i0, 0]
                 q_ready, do_ready = bars.first_ready.index(slot), bars.second_ready.index(slot)
                 # Both consumers have read the slot. In the first round this does not wait.
                 mbarrier.wait(bars.free.index(slot), phase ^ 1)
                 mbarrier.expect(q_ready, Q_BYTES)
                 copy_in(tensors.query, at, q_ready, buffers.query.index(slot))
-                edge = is_edge(i0, span)
+                edge = is_edge(place if has.lists else i0, span)
                 expect_terms(do_ready, edge, DO_BYTES, TERM_BYTES, PART, WALK)
                 copy_in(tensors.grad_output, at, do_ready, buffers.grad_output.index(slot))
-                for half in gl.static_range(2):
+                for half in gl.static_range(HALVES):
                     n0 = work.start + half * HALF
                     mask_at = [_own_or_shared(member, strides.mask_head), i0, n0]
                     bias_at = [_own_or_shared(member, strides.bias_head), i0, n0]
-                    part = slot * 2 + half
+                    part = slot * HALVES + half
                     copy_terms(
                         tensors, buffers, part, (mask_at, bias_at), do_ready, edge, PART, WALK
                     )
+                if has.lists:
+                    if edge:
+                        _, of_bits = slot_at(place, span, tile.rows, MASK_ROWS, True)
+                        first = i0 % MASK_ROWS
+                        store_bits(buffers.bits, slot * 2, span.lists, of_bits, first, tile.rows, 2)
+                    mbarrier.arrive(do_ready, count=1)
                 slot, phase = next_slot(slot, phase, tile.slots)
 
 
@@ -169,7 +186,7 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
         for PART in gl.static_range(2 * ONE, 2 + ONE):
             begin, end = loop_of(span, span.begin, PART, WALK)
             for i0 in range(begin, end, tile.rows):
-                i0 = tile_at(i0, span, tile.rows, PART, WALK)
+                i0 = tile_at(i0, span, tile.rows, PART, WALK, MASK_ROWS)
                 i = i0 + gl.arange(0, tile.rows, layout=ROWS)
                 places = row + i
                 peak = 0.0
@@ -211,7 +228,6 @@ def with_signs(p, head, i0, n0, BM: gl.constexpr, S: gl.constexpr, has: gl.const
     """Return P with a negative sign where dropout removes it, so that the mask takes no registers,
     and P after dropout.
     """
-    HALF: gl.constexpr = p.shape[0]
     keep = kept_by_dropout(head, i0, n0, BM, HALF, _transposed_counter_layout(BM, HALF), has)
     p = gl.where(gl.convert_layout(keep.permute((1, 0)), S), p, -p)
     return p, gl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -227,7 +243,7 @@ def _dkdv_consumer(
     buffers, bars = shared
     dtype: gl.constexpr = tensors.first.dtype
     BM: gl.constexpr = tile.rows
-    HALF: gl.constexpr = tile.columns // 2
+    HALVES: gl.constexpr = tile.columns // HALF
     S: gl.constexpr = accumulator(BM)
     K: gl.constexpr = accumulator(tile.dim_block)
     V: gl.constexpr = accumulator(tile.value_block)
@@ -249,8 +265,8 @@ def _dkdv_consumer(
         dbias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
         for PART in gl.static_range(2 * one_loop(tile, has), 2 + one_loop(tile, has)):
             begin, end = loop_of(span, span.begin, PART, WALK)
-            for i0 in range(begin, end, BM):
-                i0 = tile_at(i0, span, tile.rows, PART, WALK)
+            for place in range(begin, end, BM):
+                i0 = tile_at(place, span, tile.rows, PART, WALK, MASK_ROWS)
                 q = buffers.query.index(slot).reshape([BM, tile.dim_block])
                 do = buffers.grad_output.index(slot).reshape([BM, tile.value_block])
                 mbarrier.wait(bars.first_ready.index(slot), phase)
@@ -262,11 +278,14 @@ def _dkdv_consumer(
                 offset = gl.expand_dims(buffers.first.index(slot).load(ROWS), 0)
                 s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; dP continues
                 at = j - (work.sequence.shift + i0)
-                bias, part = gl.expand_dims(bound, 1), slot * 2 + which
+                bias, part = gl.expand_dims(bound, 1), slot * HALVES + which
                 given = load_terms(s, bias, buffers, part, S, True, read_by(PART, WALK))
                 s, steepness = terms(s, at, r, head.slope, given, call, read_by(PART, WALK))
-                s = masked(s, i0, span, buffers, part, True, PART, WALK)
-                s = _hide_queries(s, j, i0, r, work, PART, has)
+                if has.lists:
+                    s = masked(s, place, span, buffers, slot * 2, True, PART, WALK)
+                else:
+                    s = masked(s, i0, span, buffers, part, True, PART, WALK)
+                    s = _hide_queries(s, j, i0, r, work, PART, has)
                 p = probabilities(s, Statistics(peak, offset, offset), call, has)
                 z = p
                 if has.dropout:
@@ -391,7 +410,6 @@ def _dkdv_tensors(
     that shares the keys.
     """
     BM: gl.constexpr = tile.rows
-    HALF: gl.constexpr = tile.columns // 2
     BD: gl.constexpr = tile.dim_block
     BDV: gl.constexpr = tile.value_block
     b, g = place
@@ -439,6 +457,7 @@ def _dkdv_tensors(
 def _dkdv_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
     """Make the shared memory of a program of dK and dV, and its barriers."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    HALVES: gl.constexpr = tile.columns // HALF
     offsets = gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT)
     peaks = offsets
     if has.separate_max:
@@ -446,22 +465,25 @@ def _dkdv_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
     buffers = Buffers(
         query=_tiles_of_heads(tensors.query, tile.slots),
         grad_output=_tiles_of_heads(tensors.grad_output, tile.slots),
-        key=buffer(tensors.key, 2),
-        value=buffer(tensors.value, 2),
+        key=buffer(tensors.key, HALVES),
+        value=buffer(tensors.value, HALVES),
         first=offsets,
         second=gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT),
         peak=peaks,
-        mask=_tiles_of_heads(tensors.mask, tile.slots * 2) if has.mask == 2 else offsets,
-        bias=_tiles_of_heads(tensors.bias, tile.slots * 2) if has.bias == 2 else offsets,
+        mask=_tiles_of_heads(tensors.mask, tile.slots * HALVES) if has.mask == 2 else offsets,
+        bias=_tiles_of_heads(tensors.bias, tile.slots * HALVES) if has.bias == 2 else offsets,
+        bits=gl.allocate_shared_memory(gl.int32, [tile.slots * 2, tile.rows], FLAT)
+        if has.lists
+        else 0,
     )
     q_ready = barriers(tile.slots, 1)
     bars = Barriers(
         own_ready=barriers(1, 1).index(0),
         first_ready=q_ready,
-        second_ready=barriers(tile.slots, 1),
-        free=barriers(tile.slots, 2),
+        second_ready=barriers(tile.slots, 2 if has.lists else 1),
+        free=barriers(tile.slots, HALVES),
         rows_ready=barriers(tile.slots, 1),
-        rows_free=barriers(tile.slots, 2),
+        rows_free=barriers(tile.slots, HALVES),
         first_masked=q_ready,
         second_masked=q_ready,
     )
@@ -487,11 +509,12 @@ def hopper_dkdv_kernel(
     tile: gl.constexpr,
     has: gl.constexpr,
 ):
-    """Compute what `backward_dkdv_kernel` does. With a mask [keys] and no bias [keys], the heads
-    that share keys also share the mask.
+    """Compute what `backward_dkdv_kernel` does, for 128 keys of a program. With a mask [keys] and
+    no bias [keys], the heads that share keys also share the mask. With a block mask, each consumer
+    has lists, a ring and copies of its own.
     """
-    pair, block = locate_block(gl.cdiv(sizes.keys, tile.columns), has, False)
-    n0 = block * tile.columns
+    pair, block = locate_block(gl.cdiv(sizes.keys, 2 * HALF), has, False)
+    n0 = block * 2 * HALF
     groups = sizes.heads // sizes.group
     b = (pair // groups).to(gl.int64)
     g = (pair % groups).to(gl.int64)
@@ -511,13 +534,30 @@ def hopper_dkdv_kernel(
     work = work_of(n0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    gl.warp_specialize(
-        [
-            (_dkdv_consumer, (FIRST, work, tensors, shared, DBIAS, tile, has)),
-            (_dkdv_consumer, (SECOND, work, tensors, shared, DBIAS, tile, has)),
-            (_copy_queries, (work, tensors, shared, tile, has)),
-            (_copy_statistics, (work, shared, tile, has)),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
-    )
+    if has.lists:
+        other = work_of(n0 + HALF, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
+        apart = _dkdv_shared(tensors, tile, has)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_dkdv_consumer, (FIRST, work, tensors, shared, DBIAS, tile, has)),
+                (_dkdv_consumer, (FIRST, other, tensors, apart, DBIAS, tile, has)),
+                (_copy_queries, (work, tensors, shared, tile, has)),
+                (_copy_queries, (other, tensors, apart, tile, has)),
+                (_copy_statistics, (work, shared, tile, has)),
+                (_copy_statistics, (other, apart, tile, has)),
+            ],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_dkdv_consumer, (FIRST, work, tensors, shared, DBIAS, tile, has)),
+                (_dkdv_consumer, (SECOND, work, tensors, shared, DBIAS, tile, has)),
+                (_copy_queries, (work, tensors, shared, tile, has)),
+                (_copy_statistics, (work, shared, tile, has)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )

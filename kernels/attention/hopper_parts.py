@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..common import LOG2E
-from .lists import WORDS
+from .lists import WORDS, slot_of_entry
 from .scores import Sequence
 
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9, 3.6
@@ -138,25 +138,57 @@ def up_to_last_seen(sequence, bounds, has: gl.constexpr):
 
 
 @gluon.jit
-def store_bits(bits, lists, slot, part, PARTS: gl.constexpr):
-    """Store the bits of a tile of a block mask to the rows of `bits` [.., 64] from `part` on: for
-    each 64 queries the words of the first 32 keys, then those of the others.
+def tile_of_lists(lists, t, run_begin, width: gl.constexpr, SIZE: gl.constexpr, EDGE: gl.constexpr):
+    """Return the first key, or query, of the t-th tile that a block mask shows and, with EDGE, the
+    slot of its bits. The partly seen tiles come first, then those of the run, which begins at
+    `run_begin`, then the other whole tiles. Without EDGE the tile is whole.
+
+    A tile of the mask has the size SIZE, and those of the kernel are parts of it.
     """
-    i = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    base = lists.bits + slot.to(gl.int64) * WORDS
-    for n in gl.static_range(PARTS):
-        bits.index(part + n).store(gl.load(base + (n // 2 * 128 + n % 2) + i * 2))
+    PARTS: gl.constexpr = SIZE // width
+    whole = t - (lists.end - lists.part) * PARTS  # the number among whole tiles
+    run = gl.maximum((lists.run_end - lists.run_begin) // width, 1)
+    listed = whole >= run
+    first = lists.begin
+    number = whole - run
+    if EDGE:
+        listed = listed | (whole < 0)
+        first = gl.where(whole < 0, lists.part, first)
+        number = gl.where(whole < 0, t, number)
+    entry = first + number // PARTS
+    index = gl.load(lists.tiles + entry, mask=listed, other=0).to(gl.int32)
+    n = gl.where(listed, index * SIZE + number % PARTS * width, run_begin + whole * width)
+    slot = 0
+    if EDGE:
+        exists = (lists.run_end > lists.run_begin).to(gl.int32)
+        slot = gl.where(listed, slot_of_entry(lists, entry, listed), exists)
+    return n, slot
 
 
 @gluon.jit
-def seen_by_bits(bits, part, j, S: gl.constexpr):
-    """Return which keys j [64] of a tile each query sees, by two rows of `bits`."""
-    low = gl.expand_dims(bits.index(part).load(gl.SliceLayout(1, S)), 1)
-    high = gl.expand_dims(bits.index(part + 1).load(gl.SliceLayout(1, S)), 1)
-    j = gl.expand_dims(j, 0)
+def store_bits(bits, part, lists, slot, i0, N: gl.constexpr, COUNT: gl.constexpr):
+    """Store bits of a tile of a block mask to COUNT rows of `bits` [.., N], from `part` on: for the
+    queries i0 .. i0 + N - 1 of the tile the words of the first 32 keys, then those of the others,
+    then the same for the next N queries.
+    """
+    i = i0 + gl.arange(0, N, layout=gl.BlockedLayout([N // 32], [32], [1], [0]))
+    words = lists.bits + slot.to(gl.int64) * WORDS
+    for n in gl.static_range(COUNT):
+        bits.index(part + n).store(gl.load(words + i * 2 + (n // 2 * N * 2 + n % 2)))
+
+
+@gluon.jit
+def seen_by_bits(bits, part, j, S: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Return which keys j [64] of a tile each query sees, by two rows of `bits`, for scores
+    [queries, 64] or, if TRANSPOSED, [64, queries].
+    """
+    AXIS: gl.constexpr = 0 if TRANSPOSED else 1
+    OF_LANE: gl.constexpr = 23 if TRANSPOSED else 6  # the bits of j that depend on the thread
+    low = gl.expand_dims(bits.index(part).load(gl.SliceLayout(AXIS, S)), AXIS)
+    high = gl.expand_dims(bits.index(part + 1).load(gl.SliceLayout(AXIS, S)), AXIS)
+    j = gl.expand_dims(j, 1 - AXIS)
     words = gl.where(j < 32, low, high)
-    # The first shift is the same for all keys of a thread.
-    return ((words >> (j & 6)) & (1 << (j & 25))) != 0
+    return ((words >> (j & OF_LANE)) & (1 << (j & (31 - OF_LANE)))) != 0
 
 
 @gluon.jit

@@ -188,7 +188,13 @@ HOPPER_BACKWARD = {
         "Gluon 128 64": Tiles(128, 64, 4, 2),
         "Gluon 128 32": Tiles(128, 32, 4, 2),
     },
-    "dkdv": {"Gluon 64 128": Tiles(64, 128, 4, 2), "Gluon 32 128": Tiles(32, 128, 4, 2)},
+    "dkdv": {
+        "Gluon 64 128": Tiles(64, 128, 4, 2),
+        "Gluon 32 128": Tiles(32, 128, 4, 2),
+        # With a block mask: of each consumer.
+        "Gluon 64 64": Tiles(64, 64, 4, 2),
+        "Gluon 32 64": Tiles(32, 64, 4, 2),
+    },
 }
 
 
@@ -244,10 +250,13 @@ def without_rows(plan: Any, attention: Attention) -> list[str]:
 
 
 def _suits(kernel: str, row: Tiles, plan: Any, attention: Attention) -> bool:
-    own, other = (row.BM, row.BN) if kernel == "dq" else (row.BN, row.BM)
+    own, other = (row.BM, row.BN) if kernel == "dq" else (128, 128 // row.BN * row.BM)
+    if plan.has.lists > 0 if row.BN == 128 else kernel == "dkdv" and not plan.has.lists:
+        return False  # a tile is a part of one of the mask
     width = plan.tile.dim_block + plan.tile.value_block
     size = 2 * (own + row.stages * other) * width + 12 * row.stages * other + BARRIERS
-    size += row.stages * row.BM * row.BN * term_bytes(plan, attention)
+    size += row.stages * 128 * min(row.BM, row.BN) * term_bytes(plan, attention)
+    size += 1024 * row.stages * (plan.has.lists > 0)
     return size <= SHARED and _backward_fits_in_registers(kernel, row, plan)
 
 
@@ -261,13 +270,14 @@ def _backward_fits_in_registers(kernel: str, row: Tiles, plan: Any) -> bool:
         more = any(others) or (has.bias == 1) + has.dropout + has.left + has.right > 1
         fits = not (1 in (has.mask, has.bias) and more)
         return plan.head_block > 128 and row.BN == 32 and fits
-    if row.BN == 64 or row.BM == 32:
+    if (row.BN == 64 and kernel == "dq") or row.BM == 32:
         return True
+    masked = has.mask == 2 or has.lists > 0
     if plan.head_block <= 64:
-        options = has.mask == 2, has.bias > 0, has.alibi, has.softcap, has.left
+        options = masked, has.bias > 0, has.alibi, has.softcap, has.left
         return kernel == "dkdv" or sum(options) + 2 * plan.own_bias_grad <= 2
-    cut = has.left or (has.right and has.dropout and kernel == "dkdv")
-    return not (has.bias or has.alibi or has.softcap or (has.mask == 2 and cut))
+    cut = has.left or ((has.right or has.lists) and has.dropout and kernel == "dkdv")
+    return not (has.bias or has.alibi or has.softcap or (masked and cut))
 
 
 def backward_obstacle(
@@ -283,8 +293,6 @@ def _of_backward(plan: Any, inputs: tuple[Tensor, ...], grad_output: Tensor) -> 
     heads that share keys as one tensor, as if these heads shared a mask [keys].
     """
     has, arguments = plan.has, plan.arguments
-    if has.lists:
-        yield "its backward takes no block mask"
     if plan.head_block > 256:
         yield "its backward takes head dims up to 256"
     if any(x.shape[3] % 8 for x in inputs):  # the gradients are contiguous

@@ -12,8 +12,17 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..common import LOG2E
 from .bounds import Bounds, load_bounds, reads_no_mask, split_at_run
-from .hopper_parts import barriers, buffer, has_bounds, has_terms, mask_of, rows_of, slot_of
-from .lists import COLUMNS, load_lists, slot_of_entry
+from .hopper_parts import (
+    barriers,
+    buffer,
+    has_bounds,
+    has_terms,
+    mask_of,
+    rows_of,
+    slot_of,
+    tile_of_lists,
+)
+from .lists import COLUMNS, load_lists
 from .scores import (
     first_row,
     keys_of_rows,
@@ -35,7 +44,7 @@ class Walk(NamedTuple):
 
     The numbers t of a persistent program continue from one block to the next.
 
-    With a block mask the edge tiles are those that are partly seen, and `tile_of_lists` finds them.
+    With a block mask the edge tiles are those that are partly seen: see `tile_of_lists`.
     """
 
     first: Any
@@ -193,25 +202,7 @@ def _listed_walk(lists, length, tile: gl.constexpr):
     parts, run = lists.end - lists.part, lists.run_end - lists.run_begin
     tiles = parts + run // tile.columns + lists.part - lists.begin
     begin = gl.where(run > 0, lists.run_begin, gl.cdiv(length, tile.columns) * tile.columns)
-    return Walk(0, gl.maximum(parts, 1), gl.maximum(tiles, 1), 0, parts, 0, begin, lists)
-
-
-@gluon.jit
-def tile_of_lists(walk, t, tile: gl.constexpr, EDGE: gl.constexpr):
-    """Return the first key of the t-th tile and, with EDGE, the slot of its bits."""
-    lists = walk.lists
-    whole = t - walk.jump  # the number among whole tiles
-    run = gl.maximum((lists.run_end - lists.run_begin) // tile.columns, 1)
-    listed, entry = whole >= run, lists.begin + whole - run
-    if EDGE:
-        listed, entry = listed | (whole < 0), gl.where(whole < 0, lists.end + whole, entry)
-    index = gl.load(lists.tiles + entry, mask=listed, other=0).to(gl.int32)
-    n0 = gl.where(listed, index * COLUMNS, walk.begin + whole * tile.columns)
-    slot = 0
-    if EDGE:
-        exists = (lists.run_end > lists.run_begin).to(gl.int32)
-        slot = gl.where(listed, slot_of_entry(lists, entry, listed), exists)
-    return n0, slot
+    return Walk(0, gl.maximum(parts, 1), gl.maximum(tiles, 1), 0, 0, 0, begin, lists)
 
 
 @gluon.jit
@@ -354,7 +345,7 @@ def jumps(has):
 def key_of_tile(walk, t, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constexpr):
     """Return the first key of the t-th tile."""
     if has.lists:
-        return tile_of_lists(walk, t, tile, EDGE)[0]
+        return tile_of_lists(walk.lists, t, walk.begin, tile.columns, COLUMNS, EDGE)[0]
     elif EDGE:
         n0 = walk.lo + t * tile.columns
         if jumps(has):

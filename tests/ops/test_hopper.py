@@ -15,7 +15,7 @@ import hopper_calls
 from fastformer.kernels import common, tuned
 from fastformer.kernels.attention import launchers, plan
 from fastformer.kernels.attention.hopper_rows import HOPPER, in_turn, refused
-from hopper_calls import DROPOUT, LENGTHS, MASK, ONE_HIDDEN, ROW, replaced, simulated
+from hopper_calls import DROPOUT, LENGTHS, MASK, ONE_HIDDEN, ROW, blocks, replaced, simulated
 from hopper_calls import inputs as qkv
 from mutants import HARMLESS
 from mutants import HOPPER_FORWARD as FAULTS
@@ -54,19 +54,6 @@ WINDOW = dict(window=(190, 30), causal_alignment="bottom_right")  # cuts tiles o
 SLOPES = torch.tensor([0.5, 0.03])
 FULL = ragged(2, 1, 130, 208)
 SPANS = spans(140, 464, 240)
-
-
-def blocks(sq, sk):
-    """A mask [2, 2, sq, sk] of runs of whole tiles, others behind them, and partly seen ones; the
-    queries of one tile of the second head see nothing.
-    """
-    i, j = torch.arange(sq)[:, None], torch.arange(sk)
-    near = ((i - j).abs() < 40) | (j < 9) | (i == 5)
-    one = near | (j // 64 == 3) | ((j // 64 > 4) & (j // 64 < 7))
-    other = (i // 128 != 1) & ((j // 64 % 2 == 0) | near)
-    drawn = torch.rand(sq, sk, generator=torch.Generator().manual_seed(2)) < 0.3
-    whole = (j >= 0) & (i >= 0)
-    return torch.stack([one, other, drawn, whole]).view(2, 2, sq, sk)
 
 
 BLOCKS = ff.block_mask(blocks(300, 500))

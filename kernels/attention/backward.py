@@ -10,12 +10,15 @@ import triton.language as tl
 from ..common import LOG2E
 from .bounds import (
     Shared,
+    Span,
     inside_run,
     load_bounds,
     load_bounds_of_keys,
     members_that_see,
-    reads_no_mask,
-    split_at_run,
+    visited_tile,
+    visited_tiles,
+    with_run,
+    without_bounds,
 )
 from .lists import (
     COLUMNS,
@@ -234,13 +237,12 @@ def _dkdv_tiles(
     dV [BN, BDV] and sum_i dS [BN]. A row past the end adds zero, because its dO and delta are zero.
     """
     dk, dv, dbias = state
-    lo, hi, jump, gap = span
     call, queries = head.call, head.sequence.queries
     inv_keep, q_stride = call.factors.inv_keep, call.strides.query_row
-    STEP: tl.constexpr = 1 if has.lists else tile.rows
-    for i0 in tl.range(lo, hi, STEP):
+    STEP: tl.constexpr = 1 if has.lists or has.bounds else tile.rows
+    for i0 in tl.range(span.lo, span.hi, STEP):
         if has.bounds:
-            i0 = tl.where(i0 < jump, i0, i0 + gap)
+            i0 = visited_tile(i0, span, call, tile.rows, has, True)
         if has.lists:
             i0, slot = listed_tile(i0, head.lists, tile.rows, ROWS, has, EDGE)
         i0 = tl.multiple_of(i0, tile.rows)
@@ -299,31 +301,29 @@ def _dkdv_of_head(state, queries, bounds, own, rows, head, tile: tl.constexpr, h
             state = _dkdv_tiles(state, whole, own, rows, head, tile, has, False)
         return _dkdv_tiles(state, edge, own, rows, head, tile, has, True)
     elif has.bounds:
-        edge, run = split_at_run(queries, bounds, tile.rows, has)
+        edge, run = visited_tiles(queries, bounds, head.call, tile.rows, has, True)
         if tile.split:
             INSIDE: tl.constexpr = inside_run(has)
             # The order with the fewest spills.
-            if reads_no_mask(has) and has.mask != 1:
+            if has.mask != 1:
                 state = _dkdv_tiles(state, edge, own, rows, head, tile, has, True)
                 return _dkdv_tiles(state, run, own, rows, head, tile, INSIDE, False)
             else:
                 state = _dkdv_tiles(state, run, own, rows, head, tile, INSIDE, False)
                 return _dkdv_tiles(state, edge, own, rows, head, tile, has, True)
         else:
-            lo, hi, jump, gap = edge
-            edge = lo, hi + gap, jump, 0
-            return _dkdv_tiles(state, edge, own, rows, head, tile, has, True)
+            return _dkdv_tiles(state, with_run(edge), own, rows, head, tile, has, True)
     elif tile.split:
-        unmasked = unmasked_begin, unmasked_end, 0, 0
+        unmasked = Span(unmasked_begin, unmasked_end)
         state = _dkdv_tiles(state, unmasked, own, rows, head, tile, has, False)
-        before = lo, unmasked_begin, 0, 0
+        before = Span(lo, unmasked_begin)
         state = _dkdv_tiles(state, before, own, rows, head, tile, has, True)
         if has.left:
-            after = unmasked_end, hi, 0, 0
+            after = Span(unmasked_end, hi)
             state = _dkdv_tiles(state, after, own, rows, head, tile, has, True)
         return state
     else:
-        return _dkdv_tiles(state, (lo, hi, 0, 0), own, rows, head, tile, has, True)
+        return _dkdv_tiles(state, Span(lo, hi), own, rows, head, tile, has, True)
 
 
 @triton.jit
@@ -459,14 +459,13 @@ def _dq_tiles(
     """Add the key tiles of `span` (see `forward_tiles`) to dQ [BM, BD]. With SKIP masked keys and
     values are not loaded and count as zero.
     """
-    lo, hi, jump, gap = span
     strides = head.call.strides
     STAGES: tl.constexpr = 1 if SKIP and tile.recompute_masked else None
     GUARD: tl.constexpr = EDGE or SKIP
-    STEP: tl.constexpr = 1 if has.lists else tile.columns
-    for n0 in tl.range(lo, hi, STEP, num_stages=STAGES):
+    STEP: tl.constexpr = 1 if has.lists or has.bounds else tile.columns
+    for n0 in tl.range(span.lo, span.hi, STEP, num_stages=STAGES):
         if has.bounds:
-            n0 = tl.where(n0 < jump, n0, n0 + gap)
+            n0 = visited_tile(n0, span, head.call, tile.columns, has, False)
         if has.lists:
             n0, slot = listed_tile(n0, head.lists, tile.columns, COLUMNS, has, EDGE)
         n0 = tl.multiple_of(n0, tile.columns)
@@ -569,24 +568,25 @@ def backward_dq_kernel(
         dq = _dq_listed(dq, tiles, bounds, own, head, tile, has, SKIP)
     elif has.bounds:
         INSIDE: tl.constexpr = inside_run(has)
-        edge, run = split_at_run(tiles, bounds, tile.columns, has)
-        RUN_SKIP: tl.constexpr = SKIP and not reads_no_mask(has)
+        edge, run = visited_tiles(tiles, bounds, head.call, tile.columns, has, False)
+        RUN_SKIP: tl.constexpr = SKIP and INSIDE.bias == 1
         dq = _dq_tiles(dq, run, own, head, tile, INSIDE, False, RUN_SKIP)
         dq = _dq_tiles(dq, edge, own, head, tile, has, True, SKIP)
     else:
         if has.left:
-            edge = lo, tl.minimum(unmasked_begin, hi), 0, 0
+            edge = Span(lo, tl.minimum(unmasked_begin, hi))
             dq = _dq_tiles(dq, edge, own, head, tile, has, True, SKIP)
-        unmasked = unmasked_begin, unmasked_end, 0, 0
+        unmasked = Span(unmasked_begin, unmasked_end)
         dq = _dq_tiles(dq, unmasked, own, head, tile, has, False, SKIP)
-        dq = _dq_tiles(dq, (unmasked_end, hi, 0, 0), own, head, tile, has, True, SKIP)
+        dq = _dq_tiles(dq, Span(unmasked_end, hi), own, head, tile, has, True, SKIP)
     if MASKED and tile.recompute_masked:  # a masked key or value may be NaN, and 0 * NaN is NaN
         total = tl.sum(dq)
         if total != total:
             if has.lists:
                 dq = _dq_listed(start, tiles, bounds, own, head, tile, has, True)
             else:
-                dq = _dq_tiles(start, (lo, hi, hi, 0), own, head, tile, has, True, True)
+                ALL: tl.constexpr = without_bounds(has)  # a list takes more registers here
+                dq = _dq_tiles(start, Span(lo, hi), own, head, tile, ALL, True, True)
     dq = dq * factors.scale
     base = DQ + b * dq_strides.batch + h * dq_strides.head + first * dq_strides.row
     store_rows(base, r, dq_strides.row, ok, dq, tile.dim, tile.dim_block)

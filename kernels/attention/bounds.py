@@ -1,14 +1,15 @@
 """Bounds of a mask: which tiles of the scores the other attention kernels skip.
 
-For each tile of queries, one program reads the mask once and writes four numbers:
+For each tile of queries, one program reads the mask once and writes seven numbers and a list:
 
-    first, run_begin, run_end, last
+    first, run_begin, run_end, last, begin, run, end
 
 No query of the tile sees a key outside of first <= j < last. Every query of the tile sees all keys
 run_begin <= j < run_end: the run, the longest sequence of complete tiles that the mask leaves
-unmasked. The attention kernels loop over the keys from `first` to `last`, and do not read the mask
-within the run. The kernel that computes dK and dV uses the same numbers with the roles of queries
-and keys exchanged.
+unmasked. The entries begin <= e < end of the lists are the indices of the tiles of keys of which a
+query sees any, in ascending order; the tiles of the run are those from `run` on. The attention
+kernels loop over the run, without reading the mask, and over the other entries. The kernel that
+computes dK and dV uses the same numbers with the roles of queries and keys exchanged.
 
 The bounds may also be read from a bias: -inf in base 2 hides a key, and in the run the bias is 0.
 
@@ -53,8 +54,9 @@ class MaskStrides(NamedTuple):
 class Reading(NamedTuple):
     """Compile-time: how `bounds_kernel` reads a mask."""
 
-    rows: Any  # queries of a tile, at most 128
+    rows: Any  # queries that are read at a time, at most 128
     columns: Any  # keys
+    width: Any  # keys, or queries if a program owns keys, of a tile of the list
     owns_keys: Any  # whether a program owns a tile of keys, and loops over the queries
     is_bias: Any
     word: Any  # bytes that are loaded at a time: 4 if the mask allows it, else 1
@@ -68,6 +70,21 @@ class Bounds(NamedTuple):
     run_begin: Any
     run_end: Any
     last: Any
+    begin: Any = 0
+    run: Any = 0
+    end: Any = 0
+
+
+class Span(NamedTuple):
+    """The tiles that a loop visits. A loop without bounds visits the keys, or queries, n = lo,
+    lo + width, .. < hi. One with bounds visits the tiles number lo <= n < hi, where those from
+    `jump` on lie `gap` further. They count the entries of the lists, or all tiles if there is none.
+    """
+
+    lo: Any
+    hi: Any
+    jump: Any = 0
+    gap: Any = 0
 
 
 @triton.jit
@@ -100,15 +117,18 @@ def _count(x, reading: tl.constexpr):
 
 
 @triton.jit
-def bounds_kernel(MASK, BOUNDS, sizes, strides, reading: tl.constexpr):
-    """One program computes the bounds of a tile of queries, or of keys if it owns these: four
-    numbers of BOUNDS [batches, heads, tiles, 4]. `run_begin` and `run_end` are multiples of the
-    other side of the tile; `first` and `last` are exact.
+def bounds_kernel(MASK, BOUNDS, LISTS, sizes, strides, reading: tl.constexpr):
+    """One program computes the bounds of a tile of queries, or of keys if it owns these: seven
+    numbers of BOUNDS [batches, heads, tiles, 8], and LISTS [batches, heads, tiles, tiles of the
+    other side]. `run_begin` and `run_end` are multiples of what is read at a time; `first` and
+    `last` are exact. LISTS has 16 bits: Triton's pipeliner would copy a scalar of 32 bits through
+    shared memory.
 
     What lies past the end of the mask sees nothing and cuts no run.
     """
     OWN: tl.constexpr = reading.columns if reading.owns_keys else reading.rows
     STEP: tl.constexpr = reading.rows if reading.owns_keys else reading.columns
+    TILES: tl.constexpr = STEP // reading.width
     own_size, size = sizes.queries, sizes.keys
     if reading.owns_keys:
         own_size, size = sizes.keys, sizes.queries
@@ -124,6 +144,8 @@ def bounds_kernel(MASK, BOUNDS, sizes, strides, reading: tl.constexpr):
         base = base.to(tl.pointer_type(tl.int32))
     first, last = tl.full([STEP], size, tl.int32), tl.zeros([STEP], tl.int32)
     run_begin, run_end, begin = 0, 0, 0  # the current run starts at `begin`
+    entries = tl.program_id(0) * tl.cdiv(size, reading.width)
+    end, run, begin_entry = entries, entries, entries
     for start in tl.range(0, size, STEP, num_stages=4):
         start = tl.multiple_of(start, STEP)
         i0, n0 = start, own
@@ -143,17 +165,26 @@ def bounds_kernel(MASK, BOUNDS, sizes, strides, reading: tl.constexpr):
         index = start + tl.arange(0, STEP)
         first = tl.minimum(first, tl.where(seen > 0, index, size))
         last = tl.where(seen > 0, index + 1, last)
+        some = tl.max(tl.reshape((seen > 0).to(tl.int32), [TILES, reading.width]), 1)
+        tile = start // reading.width + tl.arange(0, TILES)
+        tl.store(LISTS + (end - 1 + tl.cumsum(some, 0)), tile.to(tl.int16), mask=some > 0)
+        end += tl.sum(some, 0)
         cut = tl.max(((free < owned) & (index < size)).to(tl.int32), 0) > 0
         begin = tl.where(cut, start + STEP, begin)
+        begin_entry = tl.where(cut, end, begin_entry)
         longer = start + STEP - begin > run_end - run_begin
         run_begin = tl.where(longer, begin, run_begin)
         run_end = tl.where(longer, start + STEP, run_end)
-    place = BOUNDS + tl.program_id(0) * 4
+        run = tl.where(longer, begin_entry, run)
+    place = BOUNDS + tl.program_id(0) * 8
     last = tl.max(last, 0)
     tl.store(place, tl.minimum(tl.min(first, 0), last))
     tl.store(place + 1, run_begin)
     tl.store(place + 2, run_end)
     tl.store(place + 3, last)
+    tl.store(place + 4, entries)
+    tl.store(place + 5, run)
+    tl.store(place + 6, end)
 
 
 @triton.jit
@@ -162,7 +193,10 @@ def load_bounds(optional, strides, b, h, index, has: tl.constexpr):
     if has.bounds:
         place = optional.bounds + b * strides.bounds_batch + h * strides.bounds_head
         place += index * strides.bounds_tile
-        return Bounds(tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3))
+        first, run_begin, run_end = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+        last, begin = tl.load(place + 3), tl.load(place + 4)
+        run, end = tl.load(place + 5), tl.load(place + 6)
+        return Bounds(first, run_begin, run_end, last, begin, run, end)
     else:
         return Bounds(0, 0, 0, 0)
 
@@ -191,10 +225,7 @@ def reads_no_mask(has):
 def inside_run(has):
     """Return the features that a tile inside the run of bounds or of lists needs."""
     known = {name: getattr(has, name) for name in Features._fields}  # Triton 3.9 has no _replace
-    if has.bounds == 2:
-        known["bias"] = 0
-    elif has.bias == 0:
-        known["mask"] = 0
+    known["bias" if has.bounds == 2 else "mask"] = 0
     return Features(**{**known, "bounds": 0, "lists": 0})
 
 
@@ -206,13 +237,12 @@ def split_at_run(tiles, bounds, width: tl.constexpr, has: tl.constexpr):
     serialises the products of the second one.
 
     `tiles` are (lo, unmasked_begin, unmasked_end, hi): the band reaches lo <= n < hi, and does not
-    cut the tiles unmasked_begin <= n < unmasked_end. With a bias these are the run, and every tile
-    reads the mask.
+    cut the tiles unmasked_begin <= n < unmasked_end.
     """
     lo, begin, end, hi = tiles
     lo = tl.maximum(lo, bounds.first // width * width)
     hi = tl.maximum(tl.minimum(hi, bounds.last), lo)
-    if reads_no_mask(has) or has.lists:
+    if has.bounds or has.lists:
         begin = tl.maximum(begin, bounds.run_begin)
         end = tl.minimum(end, bounds.run_end)
     # The division tells the compiler that the loads of a loop from `begin` are aligned. It rounds
@@ -221,6 +251,67 @@ def split_at_run(tiles, bounds, width: tl.constexpr, has: tl.constexpr):
     end = tl.maximum(tl.minimum(end, hi), begin)
     gap = end - begin
     return (lo, hi - gap, begin, gap), (begin, end, end, 0)
+
+
+@triton.constexpr_function
+def without_bounds(has):
+    """Return the features of a loop over all tiles, by length and band."""
+    known = {name: getattr(has, name) for name in Features._fields}
+    return Features(**{**known, "bounds": 0})
+
+
+@triton.constexpr_function
+def has_list(has, OWNS_KEYS):
+    """Return whether the bounds come with a list. A mask of one row has none over the queries."""
+    return not OWNS_KEYS or (has.mask if has.bounds == 1 else has.bias) == 2
+
+
+@triton.jit
+def entries_within(entries, begin, end, lo, hi):
+    """Return which of the entries begin <= e < end, whose indices ascend, have lo <= index < hi."""
+    before, behind = 0, 0
+    for start in tl.range(begin, end, 128):
+        entry = start + tl.arange(0, 128)
+        index = tl.load(entries + entry, mask=entry < end, other=-1).to(tl.int32)
+        before += tl.sum(((index >= 0) & (index < lo)).to(tl.int32), 0)
+        behind += tl.sum((index >= tl.maximum(lo, hi)).to(tl.int32), 0)
+    return begin + before, end - behind
+
+
+@triton.jit
+def visited_tiles(
+    tiles, bounds, call, width: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr
+):
+    """Divide the tiles that the bounds and the band leave into two `Span`s (edge, run), as
+    `split_at_run` does, and leave the holes of the mask out of `edge`.
+    """
+    edge, run = split_at_run(tiles, bounds, width, has)
+    lo, hi, begin, gap = edge
+    lo, hi = lo // width, tl.cdiv(hi + gap, width)
+    jump, gap = begin // width, tl.cdiv(gap, width)
+    if has_list(has, OWNS_KEYS):
+        if has.left or has.right or has.lengths or has.shard:
+            lo, hi = entries_within(call.optional.starts, bounds.begin, bounds.end, lo, hi)
+        else:
+            lo, hi = bounds.begin, bounds.end
+        jump = bounds.run + (begin - bounds.run_begin) // width
+    begin, end, _, _ = run
+    return Span(lo, hi - gap, jump, gap), Span(begin, end)
+
+
+@triton.jit
+def with_run(edge):
+    """Return the `Span` of all tiles, given that without the run."""
+    return Span(edge.lo, edge.hi + edge.gap)
+
+
+@triton.jit
+def visited_tile(n, span, call, width: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
+    """Return the first key, or query, of the tile number n of a loop with bounds."""
+    n = tl.where(n < span.jump, n, n + span.gap)
+    if has_list(has, OWNS_KEYS):
+        n = tl.load(call.optional.starts + n).to(tl.int32)
+    return n * width
 
 
 class Shared(NamedTuple):
@@ -235,23 +326,32 @@ class Shared(NamedTuple):
 @triton.jit
 def members_that_see(optional, strides, shared, i0, n0, tile: tl.constexpr):
     """Return (begin, end): no member before `begin` or from `end` on sees a key of the tile at
-    (i0, n0).
+    (i0, n0). Each is searched in its list.
     """
-    begin, end = shared.members, 0
+    begin, behind = shared.members, 0
     for start in tl.range(0, shared.members, 128):
         member = start + tl.arange(0, 128)
         place = optional.bounds + (shared.batch + member // shared.heads) * strides.bounds_batch
         place += (shared.head + member % shared.heads) * strides.bounds_head
         place += i0 // tile.rows * strides.bounds_tile
         ok = member < shared.members
-        seen = n0 < tl.load(place + 3, mask=ok, other=0)
-        seen = seen & (n0 + tile.columns > tl.load(place, mask=ok, other=0)) & ok
+        entry = tl.load(place + 4, mask=ok, other=0)
+        end = tl.load(place + 6, mask=ok, other=0)
+        some = entry < end
+        for n in tl.range(0, 15):  # the last entry up to the tile
+            later = entry + (1 << (14 - n))
+            index = tl.load(optional.starts + later, mask=later < end, other=2**15 - 1)
+            entry = tl.where(index.to(tl.int32) <= n0 // tile.columns, later, entry)
+        index = tl.load(optional.starts + entry, mask=some, other=-1)
+        seen = index.to(tl.int32) == n0 // tile.columns
         begin = tl.minimum(begin, tl.min(tl.where(seen, member, shared.members), 0))
-        end = tl.maximum(end, tl.max(tl.where(seen, member + 1, 0), 0))
-    return begin, end
+        behind = tl.maximum(behind, tl.max(tl.where(seen, member + 1, 0), 0))
+    return begin, behind
 
 
 # ------------------------------------------------------------------------------------ the launcher
+
+MOST_TOKENS = 16 * (2**15 - 1)  # the indices of tiles have 16 bits, and no tile is below 16
 
 
 class Source(NamedTuple):
@@ -272,7 +372,7 @@ def bounds_source(
     """
     name = "mask" if has.mask else "bias"
     x = attention.attn_mask if has.mask else attention.bias
-    if x is None or has.packed:
+    if x is None or has.packed or max(scores[2:]) > MOST_TOKENS:
         return None
     strides = MaskStrides(*x.expand(scores).stride())
     if not has.mask and (strides.head or scores[1] == 1):
@@ -302,6 +402,7 @@ class BoundedLaunch:
         reading = Reading(
             rows=min(tiles.BM, triton.next_power_of_2(sizes.queries)),
             columns=tiles.BN,
+            width=tiles.BN,
             owns_keys=owns_keys,
             is_bias=source.name == "bias",
             word=source.word,
@@ -309,14 +410,16 @@ class BoundedLaunch:
         )
         if kernel == "decode":  # all queries, and no run
             rows = triton.next_power_of_2(sizes.queries)
-            reading = reading._replace(rows=rows, columns=4096 // rows)
+            reading = reading._replace(rows=rows, columns=max(tiles.BN, 4096 // rows))
         elif sizes.queries == 1 and not owns_keys:  # one row is read in few steps
             step = min(512, triton.next_power_of_2(sizes.keys) // 8)
             reading = reading._replace(columns=max(tiles.BN, step))
-        blocks = triton.cdiv(sizes.queries, reading.rows)
+        blocks, steps = triton.cdiv(sizes.queries, reading.rows), sizes.keys
         if owns_keys:
-            blocks = triton.cdiv(sizes.keys, reading.columns)
-        self._shape = sizes.batches, sizes.heads, blocks, 4
+            blocks, steps = triton.cdiv(sizes.keys, reading.columns), sizes.queries
+            reading = reading._replace(width=reading.rows)
+        self._shape = sizes.batches, sizes.heads, blocks, 8
+        self._lists = *self._shape[:3], triton.cdiv(steps, reading.width)
         self._source = OptionalInputs._fields.index(source.name)
         self._bounds = Launch(
             bounds_kernel,
@@ -337,11 +440,12 @@ class BoundedLaunch:
         return self
 
     def with_bounds(self, optional: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Compute the bounds, and return the pointers of `OptionalInputs` with them."""
+        """Compute bounds and lists, and return the pointers of `OptionalInputs` with them."""
         mask = optional[self._source]
         bounds = mask.new_empty(self._shape, dtype=torch.int32)
-        self._bounds(mask, bounds)
-        return (*optional[:-1], bounds)
+        lists = mask.new_empty(self._lists, dtype=torch.int16)
+        self._bounds(mask, bounds, lists)
+        return (*optional[:4], lists, optional[5], bounds)
 
     def __call__(self, *pointers: Any) -> None:
         self.launch(*pointers[:-1], self.with_bounds(pointers[-1]))

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ..common import LOG2E
-from .bounds import load_bounds
+from .bounds import Span, entries_within, load_bounds
 from .forward import Work, forward_tiles
 from .scores import (
     Head,
@@ -70,14 +70,15 @@ class Pages(NamedTuple):
 
 
 @triton.jit
-def _part(lo, hi, s, parts, tile: tl.constexpr):
-    """Return (begin, end) of part s of the keys lo <= j < hi. A part holds complete tiles, and the
-    numbers of tiles of two parts differ by at most one. If hi <= lo all parts are empty.
+def _part(lo, hi, s, parts, WIDTH: tl.constexpr):
+    """Return (begin, end) of part s of the keys lo <= j < hi. A part holds complete tiles of WIDTH
+    keys, and the numbers of tiles of two parts differ by at most one. If hi <= lo all parts are
+    empty.
     """
-    tiles = tl.cdiv(hi - lo, tile.columns)
+    tiles = tl.cdiv(hi - lo, WIDTH)
     first = s * (tiles // parts) + tl.minimum(s, tiles % parts)
     last = first + tiles // parts + (s < tiles % parts).to(tl.int32)
-    return lo + first * tile.columns, lo + last * tile.columns
+    return lo + first * WIDTH, lo + last * WIDTH
 
 
 @triton.jit
@@ -133,12 +134,13 @@ def split_kernel(
     end = tl.minimum(start + tile.rows - 1, sizes.queries * split.heads - 1) // split.heads + 1
     i0 = start // split.heads
     lo, hi = keys_of_rows(i0, end, sequence.length, sequence.shift, band, tile, has)
+    WIDTH: tl.constexpr = 1 if has.bounds else tile.columns
     if has.bounds:
         bounds = load_bounds(optional, strides, b, first, 0, has)
-        lo = tl.maximum(lo, bounds.first // tile.columns * tile.columns)
-        hi = tl.maximum(tl.minimum(hi, bounds.last), lo)
-    begin, last = _part(lo, hi, s, split.parts, tile)
-    span = begin, last, last, 0  # it jumps over nothing
+        lo, hi = lo // tile.columns, tl.cdiv(hi, tile.columns)
+        lo, hi = entries_within(optional.starts, bounds.begin, bounds.end, lo, hi)
+    begin, last = _part(lo, hi, s, split.parts, WIDTH)
+    span = Span(begin, last)
     MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
     acc, l, m = forward_tiles((acc, l, m), span, work, head, tile, has, True, MASKED)
     if has.fold_scale:

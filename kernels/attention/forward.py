@@ -8,7 +8,14 @@ import triton
 import triton.language as tl
 
 from ..common import LOG2E
-from .bounds import inside_run, load_bounds, reads_no_mask, split_at_run
+from .bounds import (
+    Span,
+    inside_run,
+    load_bounds,
+    visited_tile,
+    visited_tiles,
+    with_run,
+)
 from .lists import COLUMNS, listed_keys, listed_spans, listed_tile, load_lists, with_lists
 from .scores import (
     Indices,
@@ -55,20 +62,19 @@ def forward_tiles(
     EDGE: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """Update the online softmax with the key tiles lo, lo + BN, .. < hi, where (lo, hi) = span, or
-    with those of a span that jumps (see bounds.py) or of a list (see lists.py).
+    """Update the online softmax with the tiles of keys of a `Span`, see bounds.py, or of the lists
+    of a block mask, see lists.py.
     `state` is the weighted sum of the values [BM, BDV], the sum of the weights [BM] and the running
     maximum of the scores [BM]. With SKIP the values of masked keys are not loaded and count as
     zero.
     """
     acc, l, m = state
-    lo, hi, jump, gap = span
     strides = head.call.strides
     STAGES: tl.constexpr = 1 if SKIP and tile.recompute_masked else None
-    STEP: tl.constexpr = 1 if has.lists else tile.columns
-    for n0 in tl.range(lo, hi, STEP, num_stages=STAGES):
+    STEP: tl.constexpr = 1 if has.lists or has.bounds else tile.columns
+    for n0 in tl.range(span.lo, span.hi, STEP, num_stages=STAGES):
         if has.bounds:
-            n0 = tl.where(n0 < jump, n0, n0 + gap)
+            n0 = visited_tile(n0, span, head.call, tile.columns, has, False)
         if has.lists:
             n0, slot = listed_tile(n0, head.lists, tile.columns, COLUMNS, has, EDGE)
         n0 = tl.multiple_of(n0, tile.columns)
@@ -145,27 +151,25 @@ def _forward_keys(start, work, head, bounds, tile: tl.constexpr, has: tl.constex
         state = _listed_tiles(state, tiles, bounds, work, head, tile, has, SKIP)
     elif has.bounds:
         INSIDE: tl.constexpr = inside_run(has)
-        edge, run = split_at_run(tiles, bounds, tile.columns, has)
-        if reads_no_mask(has):
-            state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
-            state = forward_tiles(state, run, work, head, tile, INSIDE, False, False)
-        else:
-            state = forward_tiles(state, run, work, head, tile, INSIDE, False, SKIP)
-            state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
+        edge, run = visited_tiles(tiles, bounds, head.call, tile.columns, has, False)
+        RUN_SKIP: tl.constexpr = SKIP and INSIDE.bias == 1
+        state = forward_tiles(state, run, work, head, tile, INSIDE, False, RUN_SKIP)
+        state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
     else:
         if has.left:
-            edge = lo, tl.minimum(unmasked_begin, hi), 0, 0
+            edge = Span(lo, tl.minimum(unmasked_begin, hi))
             state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
-        unmasked = unmasked_begin, unmasked_end, 0, 0
+        unmasked = Span(unmasked_begin, unmasked_end)
         state = forward_tiles(state, unmasked, work, head, tile, has, False, SKIP)
-        state = forward_tiles(state, (unmasked_end, hi, 0, 0), work, head, tile, has, True, SKIP)
+        state = forward_tiles(state, Span(unmasked_end, hi), work, head, tile, has, True, SKIP)
     if MASKED and tile.recompute_masked:  # a masked value may be NaN, and 0 * NaN is NaN
         total = tl.sum(state[0])
         if total != total:
             if has.lists:
                 state = _listed_tiles(start, tiles, bounds, work, head, tile, has, True)
             else:
-                state = forward_tiles(start, (lo, hi, hi, 0), work, head, tile, has, True, True)
+                every = with_run(edge) if has.bounds else Span(lo, hi)
+                state = forward_tiles(start, every, work, head, tile, has, True, True)
     return state
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .bounds import Bounds, split_at_run
+from .bounds import Bounds, Span, entries_within, split_at_run
 from .scores import Head, Keys, clamp
 
 ROWS, COLUMNS = tl.constexpr(128), tl.constexpr(64)  # queries and keys of a tile of a mask
@@ -75,21 +75,6 @@ def load_lists(optional, strides, sizes, b, h, own, OWNS_KEYS: tl.constexpr):
     end = part + tl.load(place + 4)
     size = strides.bounds_tile
     return Lists(run * STEP, run_end * STEP, begin, part, end, optional.starts, size, optional.mask)
-
-
-@triton.jit
-def _entries_within(lists, begin, end, tiles, SIZE: tl.constexpr):
-    """Return which of the entries begin <= e < end, in ascending order, the band reaches; `tiles`
-    are those of `listed_spans`.
-    """
-    lo, hi = tiles[0] // SIZE, tl.cdiv(tiles[3], SIZE)
-    before, behind = 0, 0
-    for start in tl.range(begin, end, 128):
-        entry = start + tl.arange(0, 128)
-        index = tl.load(lists.tiles + entry, mask=entry < end, other=-1).to(tl.int32)
-        before += tl.sum(((index >= 0) & (index < lo)).to(tl.int32), 0)
-        behind += tl.sum((index >= tl.maximum(lo, hi)).to(tl.int32), 0)
-    return begin + before, end - behind
 
 
 @triton.jit
@@ -158,18 +143,19 @@ def listed_spans(
         cut, run = split_at_run(tiles, bounds, width, has)
         first, last, jump, gap = cut
         cut = tl.cdiv(last - first, width)
-        begin, whole = _entries_within(lists, lists.begin, lists.part, tiles, SIZE)
-        part, end = _entries_within(lists, lists.part, lists.end, tiles, SIZE)
-        edge = 0, cut + (whole - begin + end - part) * PARTS, 0, 0
+        lo, hi = tiles[0] // SIZE, tl.cdiv(tiles[3], SIZE)
+        begin, whole = entries_within(lists.tiles, lists.begin, lists.part, lo, hi)
+        part, end = entries_within(lists.tiles, lists.part, lists.end, lo, hi)
+        edge = Span(0, cut + (whole - begin + end - part) * PARTS)
         lists = Lists(
             lists.run_begin, lists.run_end, begin, whole, end, lists.tiles, lists.size, lists.bits,
             cut, first, jump, gap, part - whole,
         )  # fmt: skip
-        return lists, run, (0, 0, 0, 0), edge
+        return lists, Span(run[0], run[1]), Span(0, 0), edge
     else:
-        run = lists.run_begin, tl.minimum(lists.run_end, tiles[3]), 0, 0
-        whole = lists.begin * PARTS, lists.part * PARTS, 0, 0
-        return lists, run, whole, (lists.part * PARTS, lists.end * PARTS, 0, 0)
+        run = Span(lists.run_begin, tl.minimum(lists.run_end, tiles[3]))
+        whole = Span(lists.begin * PARTS, lists.part * PARTS)
+        return lists, run, whole, Span(lists.part * PARTS, lists.end * PARTS)
 
 
 @triton.jit

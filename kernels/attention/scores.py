@@ -47,9 +47,9 @@ class OptionalInputs(NamedTuple):
     bias: Any  # [B, H, Sq, Sk]; in a packed batch [Tk]
     slopes: Any  # [B, H]; for a block mask of a packed batch the offsets of the queries
     lengths: Any  # [B] keys of each sequence; in a packed batch the offsets of its keys, [B + 1]
-    starts: Any  # [B + 1], the offsets of the queries in a packed batch; or a mask's lists
+    starts: Any  # [B + 1], the offsets of the queries in a packed batch; or the lists of a mask
     seed: Any  # []
-    bounds: Any  # [B or 1, H or 1, tiles or 1, 4], see bounds.py; or the spans of a block mask
+    bounds: Any  # [B or 1, H or 1, tiles or 1, 8], see bounds.py; or the spans of a block mask
 
 
 class RowStrides(NamedTuple):

@@ -1,5 +1,6 @@
 """Bounds of masks: what they are, that no result changes with them, and which tiles are visited."""
 
+import itertools
 import math
 
 import pytest
@@ -60,14 +61,30 @@ def bounded(monkeypatch):
 
 
 def bounds_of(kernel, blocks, scores, mask=None, bias=None):
-    """(source, bounds) of a call with scores [B, H, Sq, Sk], as the kernel reads them."""
+    """(source, bounds) of a call with scores [B, H, Sq, Sk], as the kernel reads them: the numbers
+    first, run_begin, run_end and last of each tile. The rest, its list, is checked here.
+    """
     batch, heads, rows, keys = scores
     query, key = torch.zeros(batch, heads, rows, 8), torch.zeros(batch, heads, keys, 8)
     attention = Attention(mask, 0.0, False, 1.0, bias)
     made = plan.Plan(query, key, key, attention)
     source = bounds.bounds_source(attention, made.has, scores)
     launch = bounds.BoundedLaunch(kernel, plan.Tiles(*blocks, 4, 1), source, made.tile.wide)
-    return source, launch.with_bounds(plan.optional_inputs(query, attention))[-1]
+    *_, lists, _, numbers = launch.with_bounds(plan.optional_inputs(query, attention))
+
+    seen = ~(bias.double() < -2.3586e38) if mask is None else mask.view(torch.uint8) != 0
+    seen = seen.expand(scores)[: source.sizes.batches, : source.sizes.heads, : source.sizes.queries]
+    own, width = blocks if kernel == "forward" else (seen.shape[2], blocks[1])
+    if kernel == "dkdv":
+        seen, own, width = seen.transpose(2, 3), blocks[1], min(blocks[0], seen.shape[2])
+    for t, part in enumerate(seen.split(own, 2)):
+        for b, h in itertools.product(*map(range, part.shape[:2])):
+            tiles = [n for n, x in enumerate(part[b, h].split(width, 1)) if x.any()]
+            _, run_begin, run_end, _, begin, run, end, _ = numbers[b, h, t].tolist()
+            assert lists.flatten()[begin:end].tolist() == tiles
+            whole = [*range(run_begin // width, -(-min(run_end, part.shape[3]) // width))]
+            assert kernel == "decode" or tiles[run - begin :][: len(whole)] == whole
+    return source, numbers[..., :4]
 
 
 def formula(seen, free, own, step):
@@ -432,25 +449,25 @@ def test_a_bias_of_more_heads_than_are_read_at_a_time(small_tiles, bounded):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_tiles_that_are_visited(small_tiles, bounded, work, name):
-    """From the first to the last in which a tile of queries (of dK and dV: of keys) sees anything;
-    in those of its run no mask is read.
-    """
+    """Those in which a query sees a key; in those of a run no mask is read."""
     mask = MASKS[name].contiguous()[None, None]
     x = [torch.randn(1, 1, n, 16, requires_grad=True) for n in (ROWS, KEYS, KEYS)]
     bias = torch.randn(ROWS, KEYS, requires_grad=True)
     whole = mask & (torch.arange(KEYS) < 64)  # the last tile is a part of one
     of_rows = formula(mask, whole, 16, 16).view(-1, 4)
-    of_keys = formula(mask.mT, mask.mT, 16, 16).view(-1, 4)
-    rows, columns = (int((-(-x[:, 3] // 16) - x[:, 0] // 16).sum()) for x in (of_rows, of_keys))
+    tiles = torch.zeros(64, 80, dtype=torch.bool)
+    tiles[:ROWS, :KEYS] = mask
+    seen = int(tiles.view(4, 16, 5, 16).any(3).any(1).sum())
     run = int((of_rows[:, 2] - of_rows[:, 1]).sum()) // 16
     out = []
     with small_tiles(16, 16), use_backend("triton"):
         found = work(lambda: out.append(ff.scaled_dot_product_attention(*x, mask)))
-        assert found.products == 2 * rows
-        assert found.unmasked == 5 * len(of_rows) + 2 * run  # four bounds and the queries of each
-        assert work(out[0].sum().backward).products == 3 * rows + 4 * columns
+        assert found.products == 2 * seen
+        # Of each program seven numbers and the queries, of each tile outside of the run its index.
+        assert found.unmasked == 8 * len(of_rows) + 2 * run + seen - run
+        assert work(out[0].sum().backward).products == 7 * seen
         out = ff.scaled_dot_product_attention(*(t.detach() for t in x), mask, bias=bias)
-        assert work(out.sum().backward).products == 2 * rows
+        assert work(out.sum().backward).products == 2 * seen
 
 
 # ---------------------------------------------------------------------- few queries, and pages
@@ -459,6 +476,11 @@ def test_tiles_that_are_visited(small_tiles, bounded, work, name):
 FEW = {
     "keys": (torch.arange(300) >= lengths(120, 299), {}),
     "one key": ((torch.arange(300) == 217)[None, None, None], {}),
+    "both ends": ((torch.arange(300) - 150).abs() > lengths(100, 147), {}),
+    "both ends, causal": (
+        (torch.arange(300) - 150).abs() > lengths(20, 120),
+        dict(is_causal=True, key_lengths=torch.tensor([200, 299]), **BOTTOM),
+    ),
     "none": ((torch.arange(300) < lengths(0, 77)), dict(sinks=torch.randn(HEADS))),
     "pairs": (
         torch.stack([hard_masks(3, 300)[n] for n in ("left padding", "window")])[:, None],
@@ -486,12 +508,10 @@ def test_few_queries(against_oracle, small_tiles, bounded, work, name):
         against_oracle(attend, tensors, gradients=False, **options)
         assert len(bounded) == 1
         found = work(lambda: attend(**tensors, **options)).products
-    if name in ("keys", "one key", "none", "bias"):
+    if name in ("keys", "one key", "both ends", "none", "bias"):
         sees = (options["bias"] == 0) if mask is None else mask
-        sees = sees.expand(BATCH, 1, 1, 300)
-        hull = formula(sees, sees, 1, 300)[:, 0, 0]
-        visited = -(-hull[:, 3] // 16) - hull[:, 0] // 16
-        assert found == 2 * GROUPS * int(visited.sum())
+        sees = torch.nn.functional.pad(sees.expand(BATCH, 1, 1, 300), (0, 4))
+        assert found == 2 * GROUPS * int(sees.view(-1, 16).any(1).sum())
 
 
 @pytest.mark.parametrize("rows", [3, 128, 256])

@@ -125,19 +125,56 @@ def test_masks(work, against_oracle, name):
     assert found.products - products == 3 * seen + 4 * seen
 
 
+def given_as(kind, mask):
+    """The mask as an option of attention."""
+    if kind == "blocks":
+        return dict(attn_mask=ff.block_mask(mask))
+    if kind == "numbers":
+        return dict(bias=torch.zeros(N, N).masked_fill(~mask, -float("inf")))
+    return dict(attn_mask=mask.contiguous() if kind == "tensor" else mask)  # one row may be all
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("kind", ["tensor", "expanded tensor", "numbers"])
+@pytest.mark.parametrize("name", often(PATTERNS, "padding at a tile", "BigBird", "both ends"))
+def test_tensors(work, tiles, against_oracle, kind, name):
+    """A tensor in place of a block mask: the tiles that are visited are the same."""
+    tiles(128, 64)
+    mask, counts = PATTERNS[name], []
+    seen = int(ff.block_mask(mask).slots().gt(0).sum())
+    options = OPTIONS["dropout"] | given_as(kind, mask)
+
+    def call(**x):
+        if eager.formula.always:
+            return ff.scaled_dot_product_attention(**x, attn_mask=mask, **OPTIONS["dropout"])
+        out = []
+        found = work(lambda: out.append(ff.scaled_dot_product_attention(**x, **options)))
+        counts.append((found, found.products))
+        return out[0]
+
+    with use_backend("triton"):
+        tensors = inputs("cpu", b=1, h=2, sq=N, sk=N)
+        against_oracle(call, tensors, only_zeros=not mask.any())
+    found, products = counts[-1]
+    assert (products, found.products - products) == (2 * 2 * seen, 2 * 7 * seen)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "tensor", "numbers"])
 @pytest.mark.parametrize("name", ["documents", "Longformer", "BigBird", "both ends", "none"])
-def test_tiles_that_a_band_and_lengths_leave(work, name):
+def test_tiles_that_a_band_and_lengths_leave(work, tiles, name, kind):
     """Of those that the mask shows, the ones within them."""
+    tiles(128, 64)
     mask, i, j = PATTERNS[name], torch.arange(N)[:, None], torch.arange(N)
     band = (j <= i) & (j >= i - 170) & (j < 390)
     reached = torch.zeros(2, 512, 512, dtype=torch.bool)
     reached[0, :N, :N], reached[1, :N, :N] = mask, band
     seen, within = reached.view(2, 4, 128, 8, 64).any(4).any(2)
     options = dict(key_lengths=torch.tensor([390]), window=(170, 0))
-    x, out = [torch.randn(1, 1, N, 16, requires_grad=True) for _ in range(3)], []
-    block, visited = ff.block_mask(mask), int((seen & within).sum())
+    x, out = [torch.randn(1, 2, N, 16, requires_grad=True) for _ in range(3)], []
+    options |= given_as(kind, mask)
+    visited = 2 * int((seen & within).sum())
     with use_backend("triton"):
-        found = work(lambda: out.append(ff.scaled_dot_product_attention(*x, block, **options)))
+        found = work(lambda: out.append(ff.scaled_dot_product_attention(*x, **options)))
         assert found.products == 2 * visited
         assert work(out[0].sum().backward).products == 7 * visited
 

@@ -600,6 +600,7 @@ class Language:
     constexpr = staticmethod(lambda x: x)
     SliceLayout = DotOperandLayout = BlockedLayout = SwizzledSharedLayout = staticmethod(_layout)
     NVMMASharedLayout = NVMMASharedLayout
+    range = staticmethod(lambda *n: range(*map(int, n)))
     static_range = staticmethod(lambda *n: range(*map(int, n)))
     program_id = staticmethod(lambda axis: Value(np.int32(_now.program[axis])))
     num_programs = staticmethod(lambda axis: Value(np.int32(_now.grid[axis])))

@@ -50,7 +50,6 @@ from .hopper_parts import (
     slot_of,
     spread,
     store_bits,
-    tile_of_lists,
     unpack,
     up_to_last_seen,
 )
@@ -62,6 +61,7 @@ from .hopper_work import (
     bounds_at,
     key_of_any_tile,
     key_of_tile,
+    listed_tile_of,
     make_shared,
     make_tensors,
     make_whole_tensors,
@@ -71,7 +71,6 @@ from .hopper_work import (
     place_of_block,
     rounds_of,
 )
-from .lists import COLUMNS
 from .scores import locate_rows, locate_sequence, prepare_call, store_sums
 
 
@@ -124,7 +123,7 @@ def _copy_block(block, tensors, shared, tile: gl.constexpr, has: gl.constexpr, h
         copy_in(tensors.value, rows, bars.value_ready.index(slot), buffers.value.index(slot))
         if has.lists:
             if t < work.walk.edges:
-                _copy_bits(work.walk, t, shared, tile, how)
+                _copy_bits(work.walk, t, shared, tile, has, how)
 
 
 @gluon.jit
@@ -152,12 +151,12 @@ def _copy_terms(
 
 
 @gluon.jit
-def _copy_bits(walk, t, shared, tile: gl.constexpr, how: gl.constexpr):
+def _copy_bits(walk, t, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
     """Copy the bits of the t-th tile."""
     buffers, bars = shared
     WORDS: gl.constexpr = how.consumers * 2
     slot, _ = slot_of(t, how.slots)
-    _, of_bits = tile_of_lists(walk.lists, t, walk.begin, tile.columns, COLUMNS, True)
+    _, of_bits = listed_tile_of(walk, t, tile, True, has)
     store_bits(buffers.bits, slot * WORDS, walk.lists, of_bits, 0, ROWS, WORDS)
     mbarrier.arrive(bars.bits_ready.index(slot), count=1)
 
@@ -256,7 +255,7 @@ def _scores(s, place, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE:
         s = gl.where(seen != 0, s, float("-inf"))
     if has.lists:
         s = gl.where(shown, s, float("-inf"))
-    elif EDGE:
+    if EDGE and has.lists != 1:
         s = _cut(s, i, j, place.key, work, has)
     return s
 

@@ -42,6 +42,7 @@ from .hopper_parts import (
     has_terms,
     like,
     seen_by_bits,
+    spans_of_lists,
     tile_of_lists,
 )
 from .lists import COLUMNS
@@ -63,6 +64,7 @@ class Span(NamedTuple):
     end: Any
     hi: Any
     lists: Any = 0  # `Lists` of a block mask
+    run: Any = 0  # where its run begins
 
 
 class Work(NamedTuple):
@@ -173,11 +175,22 @@ def read_by(PART, has):
 
 
 @gluon.jit
-def listed_span(lists, size: gl.constexpr):
-    """Return the `Span` of a block mask whose tiles have a size."""
-    parts = (lists.end - lists.part) * size
-    whole = lists.run_end - lists.run_begin + (lists.part - lists.begin) * size
-    return Span(0, parts, parts + whole, parts + whole, lists)
+def listed_span(
+    span,
+    lists,
+    call,
+    own,
+    tile: gl.constexpr,
+    has: gl.constexpr,
+    OWNS_KEYS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Return the `Span` of a block mask, given that without one."""
+    width: gl.constexpr = tile.rows if OWNS_KEYS else tile.columns
+    tiles = span.lo, span.begin, span.end, span.hi
+    lists, parts, run, whole = spans_of_lists(tiles, lists, call, own, tile, has, OWNS_KEYS, WARPS)
+    end = (parts + whole) * width
+    return Span(0, parts * width, end, end, lists, run)
 
 
 @gluon.jit
@@ -228,7 +241,7 @@ def tile_at(
     is a multiple of the width of a tile. SIZE is that of the tiles of a block mask.
     """
     if has.lists:
-        return slot_at(n, span, WIDTH, SIZE, LOOP != 1)[0]
+        return slot_at(n, span, WIDTH, SIZE, LOOP != 1, has)[0]
     elif has.bounds and LOOP == 0:
         return gl.multiple_of(gl.where(n < span.begin, n, n + (span.end - span.begin)), WIDTH)
     else:
@@ -236,10 +249,12 @@ def tile_at(
 
 
 @gluon.jit
-def slot_at(n, span, WIDTH: gl.constexpr, SIZE: gl.constexpr, EDGE: gl.constexpr):
+def slot_at(
+    n, span, WIDTH: gl.constexpr, SIZE: gl.constexpr, EDGE: gl.constexpr, has: gl.constexpr
+):
     """Return what `tile_of_lists` does of the tile at n of a loop."""
-    lists = span.lists
-    n, slot = tile_of_lists(lists, n // WIDTH, lists.run_begin, WIDTH, SIZE, EDGE)
+    t, parts = n // WIDTH, span.begin // WIDTH
+    n, slot = tile_of_lists(span.lists, t, parts, span.run, WIDTH, SIZE, EDGE, has)
     return gl.multiple_of(n, WIDTH), slot
 
 
@@ -337,9 +352,7 @@ def load_terms(
 def masked(
     s, n, span, buffers, part, TRANSPOSED: gl.constexpr, PART: gl.constexpr, has: gl.constexpr
 ):
-    """Return the scores of the tile at n, -inf where the mask hides a key. With a block mask,
-    `part` is the first row of its bits.
-    """
+    """Return the scores of the tile at n, -inf where the mask hides a key."""
     if has.lists and PART == 0:
         s = _masked_by_bits(s, buffers, part, TRANSPOSED)
     elif has.lists and PART == 2:
@@ -357,7 +370,7 @@ def _masked_by_bits(s, buffers, part, TRANSPOSED: gl.constexpr):
     """Return the scores of a tile, -inf where its bits hide a key."""
     S: gl.constexpr = accumulator(s.shape[1])
     j = gl.arange(0, 64, layout=gl.SliceLayout(1 if TRANSPOSED else 0, S))
-    return gl.where(seen_by_bits(buffers.bits, part, j, S, TRANSPOSED), s, float("-inf"))
+    return gl.where(seen_by_bits(buffers.bits, part * 2, j, S, TRANSPOSED), s, float("-inf"))
 
 
 @gluon.jit

@@ -91,7 +91,7 @@ def _walk_of(has):
 
 
 @gluon.jit
-def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
+def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr, WARPS: gl.constexpr = 1):
     """Return the `Span` of a head, within the bounds of its mask."""
     span = work.span
     call, queries = work.call, work.sequence.queries
@@ -99,7 +99,7 @@ def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
     if has.lists:
         own = gl.minimum(work.start, call.sizes.keys - 1)  # the last consumer may own no key
         lists = load_lists(call.optional, call.strides, call.sizes, work.batch, h, own, True)
-        return listed_span(lists, MASK_ROWS)
+        return listed_span(span, lists, call, work.start, tile, has, True, WARPS)
     elif has.bounds:
         bounds = load_bounds_of_keys(call, work.batch, h, work.start, queries, tile, has)
         if has_terms(has):
@@ -157,7 +157,7 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
                     )
                 if has.lists:
                     if edge:
-                        _, of_bits = slot_at(place, span, tile.rows, MASK_ROWS, True)
+                        _, of_bits = slot_at(place, span, tile.rows, MASK_ROWS, True, has)
                         first = i0 % MASK_ROWS
                         store_bits(buffers.bits, slot * 2, span.lists, of_bits, first, tile.rows, 2)
                     mbarrier.arrive(do_ready, count=1)
@@ -206,7 +206,7 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
+def _hide_queries(s, j, i0, r, work, edge, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BN / 2, BM] of the keys j and the queries i0 + r, -inf where the band
     hides the key. PART is that of `Span`.
     """
@@ -215,7 +215,7 @@ def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
     if PART == 0 and has.right:
         s = gl.where(at_most(r, before), float("-inf"), s)
     elif PART == 2 and (has.left or has.right):
-        if is_edge(i0, work.span):
+        if edge:
             if has.right:
                 s = gl.where(at_most(r, before), float("-inf"), s)
             if has.left:
@@ -260,7 +260,8 @@ def _dkdv_consumer(
     slot = 0
     phase = 0
     for member in range(call.sizes.group):
-        head, span = head_of(work, member, tile, has), _span_of_head(work, member, tile, has)
+        head = head_of(work, member, tile, has)
+        span = _span_of_head(work, member, tile, has, 4)
         bound = bounds_of_keys(mask_of(head), j, work.sequence.length, has)
         dbias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
         for PART in gl.static_range(2 * one_loop(tile, has), 2 + one_loop(tile, has)):
@@ -281,11 +282,10 @@ def _dkdv_consumer(
                 bias, part = gl.expand_dims(bound, 1), slot * HALVES + which
                 given = load_terms(s, bias, buffers, part, S, True, read_by(PART, WALK))
                 s, steepness = terms(s, at, r, head.slope, given, call, read_by(PART, WALK))
-                if has.lists:
-                    s = masked(s, place, span, buffers, slot * 2, True, PART, WALK)
-                else:
-                    s = masked(s, i0, span, buffers, part, True, PART, WALK)
-                    s = _hide_queries(s, j, i0, r, work, PART, has)
+                s = masked(s, place, span, buffers, part, True, PART, WALK)
+                if has.lists != 1:
+                    edge = is_edge(place, span if has.lists else work.span)
+                    s = _hide_queries(s, j, i0, r, work, edge, PART, has)
                 p = probabilities(s, Statistics(peak, offset, offset), call, has)
                 z = p
                 if has.dropout:
@@ -535,6 +535,7 @@ def hopper_dkdv_kernel(
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     if has.lists:
+        span = _queries_of_keys(n0 + HALF, sequence, band, tile, has)
         other = work_of(n0 + HALF, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
         apart = _dkdv_shared(tensors, tile, has)
         fence_async_shared()

@@ -104,7 +104,7 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
                 copy_terms(tensors, buffers, slot * 2 + half, (at, at), ready, edge, PART, has)
             if has.lists:
                 if edge:
-                    _, of_bits = slot_at(place, work.span, tile.columns, COLUMNS, True)
+                    _, of_bits = slot_at(place, work.span, tile.columns, COLUMNS, True, has)
                     store_bits(buffers.bits, slot * 4, work.span.lists, of_bits, 0, HALF, 4)
                 mbarrier.arrive(bars.second_ready.index(slot), count=1)
             slot, phase = next_slot(slot, phase, tile.slots)
@@ -175,7 +175,7 @@ def _statistics_of_rows(i, work, has: gl.constexpr):
 
 
 @gluon.jit
-def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
+def _hide_keys(s, i, n0, j, work, edge, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BM / 2, BN] of the queries i and the keys n0 + j, -inf where length and
     band hide the key. PART is that of `Span`.
     """
@@ -185,7 +185,7 @@ def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
     if PART == 0:
         s = gl.where(at_most(j, last - n0), s, float("-inf"))
     elif PART == 2:
-        if is_edge(n0, work.span):
+        if edge:
             s = gl.where(at_most(j, last - n0), s, float("-inf"))
             if has.left:
                 s = gl.where(at_most(j, i + (work.left - 1 - n0)), float("-inf"), s)
@@ -195,7 +195,7 @@ def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
 @gluon.constexpr_function
 def _part_of(LOOP, has):
     """Return the PART of a loop: without bounds, tiles at edges come last."""
-    return LOOP if LOOP == 2 or has.bounds else 1 - LOOP
+    return LOOP if LOOP == 2 or has.bounds or has.lists else 1 - LOOP
 
 
 @gluon.jit
@@ -245,11 +245,10 @@ def _dq_consumer(
             s, steepness = terms(s, at, j, head.slope, given, call, read_by(LOOP, has))
             if has.mask == 1 and has.bias != 1 and has_bounds(read_by(LOOP, has)):
                 s = gl.minimum(s, bound)
-            if has.lists:
-                s = masked(s, place, span, buffers, (slot * 2 + which) * 2, False, LOOP, has)
-            else:
-                s = masked(s, n0, span, buffers, slot * 2 + which, False, LOOP, has)
-                s = _hide_keys(s, i, n0, j, work, _part_of(LOOP, has), has)
+            s = masked(s, place, span, buffers, slot * 2 + which, False, LOOP, has)
+            if has.lists != 1:
+                edge = is_edge(place, span)
+                s = _hide_keys(s, i, n0, j, work, edge, _part_of(LOOP, has), has)
             p = probabilities(s, statistics, call, has)
             if has.softcap and not tile.bias_grad:
                 p = p * steepness  # only dS uses P
@@ -401,7 +400,7 @@ def hopper_dq_kernel(
     span = within_bounds(Span(lo, begin, end, hi), bounds, tile.columns, has)
     if has.lists:
         lists = load_lists(optional, strides, sizes, b, h, i0, False)
-        span = listed_span(lists, tile.columns)
+        span = listed_span(span, lists, call, i0, tile, has, False, 4)
     work = work_of(i0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1

@@ -162,8 +162,8 @@ def _obstacles(plan: Any, inputs: tuple[Tensor, ...], attention: Attention) -> I
         yield f"it takes no scale of {attention.scale}"
     if not all(x.numel() for x in inputs):
         yield "it takes no empty tensors"
-    if has.lists > 1:
-        yield "it takes no block mask that a band, lengths or documents cut"
+    if has.lists > 2:
+        yield "it takes no block mask of a packed batch"
     if plan.tile.wide or any(_is_uncopied(x) for x in inputs):
         yield "TMA copies rows at multiples of 16 bytes, and less than 2^31 elements of a head"
     if inputs[2].shape[3] % 8:
@@ -270,6 +270,8 @@ def _backward_fits_in_registers(kernel: str, row: Tiles, plan: Any) -> bool:
         more = any(others) or (has.bias == 1) + has.dropout + has.left + has.right > 1
         fits = not (1 in (has.mask, has.bias) and more)
         return plan.head_block > 128 and row.BN == 32 and fits
+    if has.lists == 2 and kernel == "dkdv" and plan.head_block > 64:
+        return False
     if (row.BN == 64 and kernel == "dq") or row.BM == 32:
         return True
     masked = has.mask == 2 or has.lists > 0

@@ -20,6 +20,7 @@ from .hopper_parts import (
     mask_of,
     rows_of,
     slot_of,
+    spans_of_lists,
     tile_of_lists,
 )
 from .lists import COLUMNS, load_lists
@@ -195,14 +196,18 @@ def walk_of(i0, sequence, band, bounds, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def _listed_walk(lists, length, tile: gl.constexpr):
-    """Return the `Walk` of a block mask: the partly seen tiles, then those of the run, which begins
-    at key `begin`, then the other whole tiles. If no tile is visible, it visits one past the end.
+def _listed_walk(i0, sequence, call, lists, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Walk` of a block mask, see `tile_of_lists`: `jump` is the number of edge tiles,
+    and the run begins at key `begin`. If no tile is visible, it visits one past the end.
     """
-    parts, run = lists.end - lists.part, lists.run_end - lists.run_begin
-    tiles = parts + run // tile.columns + lists.part - lists.begin
-    begin = gl.where(run > 0, lists.run_begin, gl.cdiv(length, tile.columns) * tile.columns)
-    return Walk(0, gl.maximum(parts, 1), gl.maximum(tiles, 1), 0, 0, 0, begin, lists)
+    BN: gl.constexpr = tile.columns
+    length = sequence.length
+    lo, hi = keys_of_rows(i0, i0 + tile.rows, length, sequence.shift, call.band, tile, has)
+    begin, end = unmasked_tiles(i0, sequence, call.band, tile, has)
+    tiles = lo, begin, end, hi
+    lists, parts, run, whole = spans_of_lists(tiles, lists, call, i0, tile, has, False, 4)
+    run = gl.where(whole > 0, run, gl.cdiv(length, BN) * BN)
+    return Walk(0, gl.maximum(parts, 1), gl.maximum(parts + whole, 1), 0, parts, 0, run, lists)
 
 
 @gluon.jit
@@ -214,14 +219,21 @@ def numbered(walk, first, tile: gl.constexpr):
 
 
 @gluon.jit
-def visited_tiles(i0, sequence, band, bounds, first, tile: gl.constexpr, has: gl.constexpr):
+def listed_tile_of(walk, t, tile: gl.constexpr, EDGE: gl.constexpr, has: gl.constexpr):
+    """Return what `tile_of_lists` does of the t-th tile."""
+    width: gl.constexpr = tile.columns
+    return tile_of_lists(walk.lists, t, walk.jump, walk.begin, width, COLUMNS, EDGE, has)
+
+
+@gluon.jit
+def walk_from(i0, sequence, call, bounds, first, tile: gl.constexpr, has: gl.constexpr):
     """Return the `Walk` of the queries from i0 on, with tiles from `first` on, given the bounds of
     `bounds_at`.
     """
     if has.lists:
-        return _listed_walk(bounds, sequence.length, tile)
+        return _listed_walk(i0, sequence, call, bounds, tile, has)
     else:
-        return numbered(walk_of(i0, sequence, band, bounds, tile, has), first, tile)
+        return numbered(walk_of(i0, sequence, call.band, bounds, tile, has), first, tile)
 
 
 @gluon.jit
@@ -320,7 +332,7 @@ def work_of(i0, head, bounds, first, tile: gl.constexpr, has: gl.constexpr):
         factor = call.factors.softcap * LOG2E
     return Work(
         start=i0,
-        walk=visited_tiles(i0, sequence, call.band, bounds, first, tile, has),
+        walk=walk_from(i0, sequence, call, bounds, first, tile, has),
         last=sequence.length - 1,
         left=sequence.shift - call.band.left,
         right=sequence.shift + call.band.right,
@@ -345,7 +357,7 @@ def jumps(has):
 def key_of_tile(walk, t, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constexpr):
     """Return the first key of the t-th tile."""
     if has.lists:
-        return tile_of_lists(walk.lists, t, walk.begin, tile.columns, COLUMNS, EDGE)[0]
+        return listed_tile_of(walk, t, tile, EDGE, has)[0]
     elif EDGE:
         n0 = walk.lo + t * tile.columns
         if jumps(has):

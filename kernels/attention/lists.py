@@ -120,11 +120,12 @@ def with_lists(head, lists, own, WIDTH: tl.constexpr, has: tl.constexpr, OWNS_KE
 
 @triton.jit
 def listed_spans(
-    tiles, lists, call, own, tile: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr
-):
+    tiles, lists, call, own, tile: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr,
+    lanes=None,
+):  # fmt: skip
     """Return (lists, run, whole, edge) of the program that owns the queries or keys from `own` on.
     `run` is a span of keys or queries, see `split_at_run`, whose argument `tiles` is. `whole` and
-    `edge` are spans of the numbers that `listed_tile` takes.
+    `edge` are spans of the numbers that `listed_tile` takes. `lanes`: see `entries_within`.
     """
     width: tl.constexpr = tile.rows if OWNS_KEYS else tile.columns
     SIZE: tl.constexpr = ROWS if OWNS_KEYS else COLUMNS
@@ -144,8 +145,8 @@ def listed_spans(
         first, last, jump, gap = cut
         cut = tl.cdiv(last - first, width)
         lo, hi = tiles[0] // SIZE, tl.cdiv(tiles[3], SIZE)
-        begin, whole = entries_within(lists.tiles, lists.begin, lists.part, lo, hi)
-        part, end = entries_within(lists.tiles, lists.part, lists.end, lo, hi)
+        begin, whole = entries_within(lists.tiles, lists.begin, lists.part, lo, hi, lanes)
+        part, end = entries_within(lists.tiles, lists.part, lists.end, lo, hi, lanes)
         edge = Span(0, cut + (whole - begin + end - part) * PARTS)
         lists = Lists(
             lists.run_begin, lists.run_end, begin, whole, end, lists.tiles, lists.size, lists.bits,

@@ -168,6 +168,20 @@ CALLS = {
             softcap=5.0,
         ),
     ),
+    "block mask, causal, lengths": (
+        dict(sq=300, sk=500),
+        dict(attn_mask=BLOCKS, is_causal=True, key_lengths=LENGTHS + 300),
+    ),
+    "block mask, window, lengths, dropout": (
+        dict(sq=300, sk=500),
+        dict(attn_mask=BLOCKS, window=(190, 130), key_lengths=LENGTHS + 400, **DROPOUT),
+    ),
+    "block mask, a shard": (
+        dict(sq=300, sk=500),
+        dict(
+            attn_mask=BLOCKS, shard=ff.Shard(1, 2, 160, 64, 4, 700, 700), is_causal=True, **DROPOUT
+        ),
+    ),
     "block mask, key bias, sinks, dropout": (
         dict(sq=300, sk=500, b=1),
         dict(

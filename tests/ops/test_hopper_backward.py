@@ -179,6 +179,14 @@ CALLS = {
             softcap=5.0,
         ),
     ),
+    "block mask, causal, lengths, dropout": (
+        dict(sq=300, sk=500, d=32, dv=32),
+        dict(attn_mask=BLOCKS, is_causal=True, key_lengths=LENGTHS + 300, **DROPOUT),
+    ),
+    "block mask, window, softcap": (
+        dict(sq=300, sk=500, b=1),
+        dict(attn_mask=BLOCKS[0], window=(190, 130), softcap=3.0),
+    ),
     "block mask, bias, dropout": (
         dict(sq=300, sk=500, b=1, bias=drawn(500, seed=23)),
         dict(attn_mask=BLOCKS[0], **DROPOUT),

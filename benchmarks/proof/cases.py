@@ -259,6 +259,8 @@ _hopper((64, 128), ["key bias", "packed, causal"])
 _hopper((64,), ["2-D bias", "alibi, causal", "2-D mask, dropout"])
 _hopper((128,), ["2-D bias, dropout", "2-D mask"])
 _hopper((128,), _WITH_EVERY, "Gluon 128 64")
+_hopper((64, 128), ["block mask", "block mask, dropout"], "Gluon 128 64")
+_hopper((64, 128), _dropped([_BLOCKS]), "Gluon 128 64")
 _hopper((256,), ["plain", "causal, dropout", "key mask"], "Gluon 128 64")
 _hopper((128,), ["plain"], "Gluon 128 128, no turns")
 _hopper((128,), ["causal", "2-D mask, causal, lengths"], "Gluon 128 128, packed")
@@ -275,6 +277,13 @@ for _d, _also in (
 ):
     for _kind in _OF_BOTH + _also:
         _variant(f"sm_90 attention bf16 D={_d} {_kind}", "Gluon backward", choices=_BACKWARD)
+for _d in (64, 128):
+    for _kind in ["block mask", *_dropped(["block mask", _BLOCKS])]:
+        _rows = 32 if _d == 128 and "dropout" in _kind else 64
+        _tiles = {"attention dkdv": f"Gluon {_rows} 64", "attention dq": "Gluon 128 64"}
+        if _d == 128 and "causal" in _kind:
+            del _tiles["attention dkdv"]  # too many registers
+        _variant(f"sm_90 attention bf16 D={_d} {_kind}", "Gluon backward", choices=_tiles)
 for _kind in ("2-D mask, dropout", "key bias, dropout", *_WITH_EVERY):
     for _d in (64, 128):
         _base, _tiles = f"sm_90 attention bf16 D={_d} {_kind}", _BACKWARD

@@ -114,7 +114,9 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
         tile, kernel = record["blocks"], record["kernel"]
         attention = case["op"] in ("attention", "decode")
         outer = tile.get("columns") or case["d"]
-        tiles = 2 if kernel == "hopper_short" else tile.get("row_tiles", 1)  # in a pass of the loop
+        tiles = tile.get("row_tiles", 1)  # in a pass of the loop
+        if kernel == "hopper_short" or (kernel == "hopper_dkdv" and tile["columns"] == 64):
+            tiles = 2
         elements = tile.get("rows", 1) * outer * tiles
         unit = TILE if attention and record["products"] else 128
         if case["op"] == "decode" and record["products"]:

@@ -600,6 +600,7 @@ class Language:
     constexpr = staticmethod(lambda x: x)
     SliceLayout = DotOperandLayout = BlockedLayout = SwizzledSharedLayout = staticmethod(_layout)
     NVMMASharedLayout = NVMMASharedLayout
+    range = staticmethod(lambda *n: range(*map(int, n)))
     static_range = staticmethod(lambda *n: range(*map(int, n)))
     program_id = staticmethod(lambda axis: Value(np.int32(_now.program[axis])))
     num_programs = staticmethod(lambda axis: Value(np.int32(_now.grid[axis])))
@@ -667,7 +668,8 @@ class Language:
         names = [f"{name}[{i}]" for i in range(shape[0])]
         if dtype.name == "int64":
             return Several([Barrier(n) for n in names])
-        data = np.full([int(n) for n in shape], np.nan, np.float32)
+        kind = np.int32 if dtype.name == "int32" else np.float32
+        data = np.full([int(n) for n in shape], np.nan if kind == np.float32 else -1, kind)
         return Shared(data, [Cell(n) for n in names], dtype)
 
     @staticmethod

@@ -268,11 +268,15 @@ def has_list(has, OWNS_KEYS):
 
 
 @triton.jit
-def entries_within(entries, begin, end, lo, hi):
-    """Return which of the entries begin <= e < end, whose indices ascend, have lo <= index < hi."""
+def entries_within(entries, begin, end, lo, hi, lanes=None):
+    """Return which of the entries begin <= e < end, whose indices ascend, have lo <= index < hi.
+    `lanes` are 0 .. 127, in a layout of the caller's.
+    """
+    if lanes is None:
+        lanes = tl.arange(0, 128)
     before, behind = 0, 0
     for start in tl.range(begin, end, 128):
-        entry = start + tl.arange(0, 128)
+        entry = start + lanes
         index = tl.load(entries + entry, mask=entry < end, other=-1).to(tl.int32)
         before += tl.sum(((index >= 0) & (index < lo)).to(tl.int32), 0)
         behind += tl.sum((index >= tl.maximum(lo, hi)).to(tl.int32), 0)

@@ -5,7 +5,8 @@ A program owns 128 queries of a head. Its warps have parts:
 
     copies       one warp copies queries, keys and values to shared memory by TMA, and also a mask
                  and a bias [queries, keys]. Keys have one ring of slots, values another: the warp
-                 fills a slot while the consumers still read other slots.
+                 fills a slot while the consumers still read other slots. With a block mask, it
+                 reads from the lists which tiles to copy, and copies the bits of a partly seen one.
     consumers    groups of four warps compute 64 queries each. A group issues two products: its
                  queries times the keys of tile t, then the weights of tile t - 1 times its values.
                  When the first product is done, the group computes the weights of tile t while the
@@ -46,8 +47,10 @@ from .hopper_parts import (
     has_terms,
     like,
     pack,
+    seen_by_bits,
     slot_of,
     spread,
+    store_bits,
     unpack,
     up_to_last_seen,
 )
@@ -59,6 +62,7 @@ from .hopper_work import (
     bounds_at,
     key_of_any_tile,
     key_of_tile,
+    listed_tile_of,
     make_shared,
     make_tensors,
     masked_tiles,
@@ -117,6 +121,9 @@ def _copy_block(block, tensors, shared, tile: gl.constexpr, has: gl.constexpr, h
         mbarrier.wait(bars.value_free.index(slot), phase ^ 1)
         mbarrier.expect(bars.value_ready.index(slot), V_BYTES)
         copy_in(tensors.value, rows, bars.value_ready.index(slot), buffers.value.index(slot))
+        if has.lists:
+            if t < work.walk.edges:
+                _copy_bits(work.walk, t, shared, tile, has, how)
 
 
 @gluon.jit
@@ -141,6 +148,17 @@ def _copy_terms(
             copy_in(tensors.mask, [rows, place.key], ready, buffers.mask.index(part), pred=needed)
         if has.bias == 2:
             copy_in(tensors.bias, [rows, place.key], ready, buffers.bias.index(part), pred=needed)
+
+
+@gluon.jit
+def _copy_bits(walk, t, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+    """Copy the bits of the t-th tile."""
+    buffers, bars = shared
+    WORDS: gl.constexpr = how.consumers * 2
+    slot, _ = slot_of(t, how.slots)
+    _, of_bits = listed_tile_of(walk, t, tile, True, has)
+    store_bits(buffers.bits, slot * WORDS, walk.lists, of_bits, 0, ROWS, WORDS)
+    mbarrier.arrive(bars.bits_ready.index(slot), count=1)
 
 
 @gluon.jit
@@ -221,6 +239,10 @@ def _scores(s, place, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE:
             seen = buffers.mask.index(place.part).load(S)
         fence_async_shared()  # the next copy must not overtake these loads
         mbarrier.arrive(bars.term_free.index(place.term_slot), count=1)
+    if has.lists:
+        mbarrier.wait(bars.bits_ready.index(place.slot), place.phase)
+        part = (place.slot * (tile.rows // ROWS) + (place.query - work.start) // ROWS) * 2
+        shown = seen_by_bits(buffers.bits, part, j, S, False)
     if has.softcap:
         s = 1.0 - 2.0 / (gl.exp2(s * work.scale) + 1.0)
     s = _biased(s, bias, bound, work, has)
@@ -231,7 +253,9 @@ def _scores(s, place, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE:
         s = gl.minimum(s, gl.expand_dims(bound, 0))  # -inf also for a key that holds NaN
     if has.mask == 2:
         s = gl.where(seen != 0, s, float("-inf"))
-    if EDGE:
+    if has.lists:
+        s = gl.where(shown, s, float("-inf"))
+    if EDGE and has.lists != 1:
         s = _cut(s, i, j, place.key, work, has)
     return s
 
@@ -282,7 +306,8 @@ def _weights(
     """
     m, l = state
     BN: gl.constexpr = tile.columns
-    read: gl.constexpr = has if EDGE or not reads_no_mask(has) else inside_run(has)
+    ALL: gl.constexpr = EDGE or not (reads_no_mask(has) or has.lists)
+    read: gl.constexpr = has if ALL else inside_run(has)
     s = _scores(s, place, shared, work, tile, read, EDGE)
     m_new = gl.maximum(m, gl.max(s, 1))
     base = m_new

@@ -14,7 +14,9 @@ the forward in hopper.py. `fastformer tune` measures them for the calls that the
                  sets masked keys and values to zero, because 0 * NaN is NaN. A row of dK or dV
                  depends only on its own key: the rows of masked keys are set to zero at the end.
                  With the bounds of bounds.py, masked tiles are skipped, and a second loop computes
-                 the completely unmasked tiles without reading the mask.
+                 the completely unmasked tiles without reading the mask. With a block mask, the
+                 first loop computes the partly seen tiles of a list, whose bits are copied, and the
+                 second one the whole tiles.
 
 docs/kernels.md draws which warps wait for which. benchmarks/proof/gluon_simulator.py runs the
 kernels on a CPU and finds accesses that no barrier orders.
@@ -33,7 +35,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common import LOG2E, dropout_words
 from .bounds import split_at_run
-from .hopper_parts import accumulator, copy_in, copy_out, has_terms, like
+from .hopper_parts import (
+    accumulator,
+    copy_in,
+    copy_out,
+    has_terms,
+    like,
+    seen_by_bits,
+    spans_of_lists,
+    tile_of_lists,
+)
+from .lists import COLUMNS
 from .scores import Features, first_row, locate_head
 
 
@@ -43,12 +55,16 @@ class Span(NamedTuple):
 
     Two loops compute the tiles: PART 0 those that an edge may cut, PART 1 the others. Or one loop
     computes all of them, PART 2.
+
+    With a block mask n is the number of a tile, see `tile_of_lists`, times the size of a tile.
     """
 
     lo: Any
     begin: Any
     end: Any
     hi: Any
+    lists: Any = 0  # `Lists` of a block mask
+    run: Any = 0  # where its run begins
 
 
 class Work(NamedTuple):
@@ -104,6 +120,7 @@ class Buffers(NamedTuple):
     peak: Any  # dK and dV, if P has two statistics: the maximum [slots, BM]
     mask: Any  # of queries and keys, [slots * 2, BM / 2, BN], or [slots * 2, 1, BM, BN / 2]
     bias: Any  # the same
+    bits: Any = 0  # of a block mask, [slots * 4, 64]: word w of a query, for 32 keys
 
 
 class Barriers(NamedTuple):
@@ -114,7 +131,9 @@ class Barriers(NamedTuple):
 
     own_ready: Any  # 1: the copies of what the program owns
     first_ready: Any  # 1 for each slot: the copies
-    second_ready: Any  # 1: the copies, those of mask and bias of queries and keys among them
+    # 1: the copies, those of mask and bias of queries and keys among them; 2 with a block mask: the
+    # second one once its bits are there
+    second_ready: Any
     free: Any  # 2: the consumers, which have read all of these
     rows_ready: Any  # dK and dV, 1: the statistics of rows
     rows_free: Any  # dK and dV, 2: the consumers
@@ -157,6 +176,25 @@ def read_by(PART, has):
 
 
 @gluon.jit
+def listed_span(
+    span,
+    lists,
+    call,
+    own,
+    tile: gl.constexpr,
+    has: gl.constexpr,
+    OWNS_KEYS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Return the `Span` of a block mask, given that without one."""
+    width: gl.constexpr = tile.rows if OWNS_KEYS else tile.columns
+    tiles = span.lo, span.begin, span.end, span.hi
+    lists, parts, run, whole = spans_of_lists(tiles, lists, call, own, tile, has, OWNS_KEYS, WARPS)
+    end = (parts + whole) * width
+    return Span(0, parts * width, end, end, lists, run)
+
+
+@gluon.jit
 def is_edge(n, span):
     """Return whether an edge may cut a tile."""
     return (n < span.begin) | (n >= span.end)
@@ -182,23 +220,43 @@ def loop_of(span, middle, LOOP: gl.constexpr, has: gl.constexpr):
     one. Without bounds the second begins at `middle`. With bounds it computes the run, and the
     first one jumps over it, see `tile_at`.
     """
-    if has.bounds and LOOP == 0:
+    SPLIT: gl.constexpr = has.bounds or has.lists
+    if SPLIT and LOOP == 0:
         return span.lo, span.hi - (span.end - span.begin)
-    elif has.bounds and LOOP == 1:
+    elif SPLIT and LOOP == 1:
         return span.begin, span.end
     else:
         return middle if LOOP == 1 else span.lo, middle if LOOP == 0 else span.hi
 
 
 @gluon.jit
-def tile_at(n, span, WIDTH: gl.constexpr, LOOP: gl.constexpr, has: gl.constexpr):
+def tile_at(
+    n,
+    span,
+    WIDTH: gl.constexpr,
+    LOOP: gl.constexpr,
+    has: gl.constexpr,
+    SIZE: gl.constexpr = COLUMNS,
+):
     """Return the first key, or query, of the tile at n of a loop, which may jump over the run. It
-    is a multiple of the width of a tile.
+    is a multiple of the width of a tile. SIZE is that of the tiles of a block mask.
     """
-    if has.bounds and LOOP == 0:
+    if has.lists:
+        return slot_at(n, span, WIDTH, SIZE, LOOP != 1, has)[0]
+    elif has.bounds and LOOP == 0:
         return gl.multiple_of(gl.where(n < span.begin, n, n + (span.end - span.begin)), WIDTH)
     else:
         return n
+
+
+@gluon.jit
+def slot_at(
+    n, span, WIDTH: gl.constexpr, SIZE: gl.constexpr, EDGE: gl.constexpr, has: gl.constexpr
+):
+    """Return what `tile_of_lists` does of the tile at n of a loop."""
+    t, parts = n // WIDTH, span.begin // WIDTH
+    n, slot = tile_of_lists(span.lists, t, parts, span.run, WIDTH, SIZE, EDGE, has)
+    return gl.multiple_of(n, WIDTH), slot
 
 
 @gluon.jit
@@ -296,11 +354,24 @@ def masked(
     s, n, span, buffers, part, TRANSPOSED: gl.constexpr, PART: gl.constexpr, has: gl.constexpr
 ):
     """Return the scores of the tile at n, -inf where the mask hides a key."""
-    if masks_edges(PART, has):
+    if has.lists and PART == 0:
+        s = _masked_by_bits(s, buffers, part, TRANSPOSED)
+    elif has.lists and PART == 2:
+        if is_edge(n, span):
+            s = _masked_by_bits(s, buffers, part, TRANSPOSED)
+    elif masks_edges(PART, has):
         if is_edge(n, span):
             _, seen = load_terms(s, s, buffers, part, accumulator(s.shape[1]), TRANSPOSED, has)
             s = gl.where(seen != 0, s, float("-inf"))
     return s
+
+
+@gluon.jit
+def _masked_by_bits(s, buffers, part, TRANSPOSED: gl.constexpr):
+    """Return the scores of a tile, -inf where its bits hide a key."""
+    S: gl.constexpr = accumulator(s.shape[1])
+    j = gl.arange(0, 64, layout=gl.SliceLayout(1 if TRANSPOSED else 0, S))
+    return gl.where(seen_by_bits(buffers.bits, part * 2, j, S, TRANSPOSED), s, float("-inf"))
 
 
 @gluon.jit

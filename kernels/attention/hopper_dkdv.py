@@ -26,6 +26,7 @@ from .hopper_backward import (
     head_of,
     is_edge,
     kept_by_dropout,
+    listed_span,
     load_terms,
     loop_of,
     masked,
@@ -34,6 +35,7 @@ from .hopper_backward import (
     probabilities,
     read_by,
     score_gradient,
+    slot_at,
     store_gradient,
     terms,
     tile_at,
@@ -51,8 +53,11 @@ from .hopper_parts import (
     mask_of,
     next_slot,
     rows_of,
+    store_bits,
     tiles_of,
 )
+from .lists import ROWS as MASK_ROWS
+from .lists import load_lists
 from .scores import (
     Features,
     clamp,
@@ -63,6 +68,8 @@ from .scores import (
     locate_sequence,
     prepare_call,
 )
+
+HALF = gl.constexpr(64)  # keys of a consumer
 
 
 @gluon.constexpr_function
@@ -85,12 +92,16 @@ def _walk_of(has):
 
 
 @gluon.jit
-def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
+def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr, WARPS: gl.constexpr = 1):
     """Return the `Span` of a head, within the bounds of its mask."""
     span = work.span
-    if has.bounds:
-        call, queries = work.call, work.sequence.queries
-        h = work.head + member
+    call, queries = work.call, work.sequence.queries
+    h = work.head + member
+    if has.lists:
+        own = gl.minimum(work.start, call.sizes.keys - 1)  # the last consumer may own no key
+        lists = load_lists(call.optional, call.strides, call.sizes, work.batch, h, own, True)
+        return listed_span(span, lists, call, work.start, tile, has, True, WARPS)
+    elif has.bounds:
         bounds = load_bounds_of_keys(call, work.batch, h, work.start, queries, tile, has)
         if has_terms(has):
             return within_bounds(span, bounds, tile.rows, has)
@@ -105,17 +116,17 @@ def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
 @gluon.jit
 def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
     """Copy keys and values. Then copy for each head that shares them, tile by tile, the queries,
-    the gradients of the output, and a mask and a bias [queries, keys].
+    the gradients of the output, a mask and a bias [queries, keys], and bits of a block mask.
     """
     buffers, bars = shared
-    HALF: gl.constexpr = tile.columns // 2
+    HALVES: gl.constexpr = tile.columns // HALF
     Q_BYTES: gl.constexpr = tile.rows * tile.dim_block * 2
     DO_BYTES: gl.constexpr = tile.rows * tile.value_block * 2
     TERM_BYTES: gl.constexpr = tile.rows * tile.columns * tile.term_bytes
     strides = work.call.strides
     g = work.head // work.call.sizes.group
     mbarrier.expect(bars.own_ready, tile.columns * (tile.dim_block + tile.value_block) * 2)
-    for half in gl.static_range(2):
+    for half in gl.static_range(HALVES):
         rows = at_row(work.batch, g, work.start + half * HALF, tile)
         copy_in(tensors.key, rows, bars.own_ready, buffers.key.index(half))
         copy_in(tensors.value, rows, bars.own_ready, buffers.value.index(half))
@@ -127,8 +138,8 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
         span = _span_of_head(work, member, tile, has)
         for PART in gl.static_range(2 * ONE, 2 + ONE):
             begin, end = loop_of(span, span.begin, PART, WALK)
-            for i0 in range(begin, end, tile.rows):
-                i0 = tile_at(i0, span, tile.rows, PART, WALK)
+            for place in range(begin, end, tile.rows):
+                i0 = tile_at(place, span, tile.rows, PART, WALK, MASK_ROWS)
                 if tile.mapped:
                     at = at_row(work.batch, work.head + member, i0, tile)
                 else:
@@ -138,17 +149,23 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
                 mbarrier.wait(bars.free.index(slot), phase ^ 1)
                 mbarrier.expect(q_ready, Q_BYTES)
                 copy_in(tensors.query, at, q_ready, buffers.query.index(slot))
-                edge = is_edge(i0, span)
+                edge = is_edge(place if has.lists else i0, span)
                 expect_terms(do_ready, edge, DO_BYTES, TERM_BYTES, PART, WALK)
                 copy_in(tensors.grad_output, at, do_ready, buffers.grad_output.index(slot))
-                for half in gl.static_range(2):
+                for half in gl.static_range(HALVES):
                     n0 = work.start + half * HALF
                     mask_at = [_own_or_shared(member, strides.mask_head), i0, n0]
                     bias_at = [_own_or_shared(member, strides.bias_head), i0, n0]
-                    part = slot * 2 + half
+                    part = slot * HALVES + half
                     copy_terms(
                         tensors, buffers, part, (mask_at, bias_at), do_ready, edge, PART, WALK
                     )
+                if has.lists:
+                    if edge:
+                        _, of_bits = slot_at(place, span, tile.rows, MASK_ROWS, True, has)
+                        first = i0 % MASK_ROWS
+                        store_bits(buffers.bits, slot * 2, span.lists, of_bits, first, tile.rows, 2)
+                    mbarrier.arrive(do_ready, count=1)
                 slot, phase = next_slot(slot, phase, tile.slots)
 
 
@@ -174,7 +191,7 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
         for PART in gl.static_range(2 * ONE, 2 + ONE):
             begin, end = loop_of(span, span.begin, PART, WALK)
             for i0 in range(begin, end, tile.rows):
-                i0 = tile_at(i0, span, tile.rows, PART, WALK)
+                i0 = tile_at(i0, span, tile.rows, PART, WALK, MASK_ROWS)
                 i = i0 + gl.arange(0, tile.rows, layout=ROWS)
                 places = row + i
                 peak = 0.0
@@ -194,7 +211,7 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
+def _hide_queries(s, j, i0, r, work, edge, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BN / 2, BM] of the keys j and the queries i0 + r, -inf where the band
     hides the key. PART is that of `Span`.
     """
@@ -203,7 +220,7 @@ def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
     if PART == 0 and has.right:
         s = gl.where(at_most(r, before), float("-inf"), s)
     elif PART == 2 and (has.left or has.right):
-        if is_edge(i0, work.span):
+        if edge:
             if has.right:
                 s = gl.where(at_most(r, before), float("-inf"), s)
             if has.left:
@@ -216,7 +233,6 @@ def with_signs(p, head, i0, n0, BM: gl.constexpr, S: gl.constexpr, has: gl.const
     """Return P with a negative sign where dropout removes it, so that the mask takes no registers,
     and P after dropout.
     """
-    HALF: gl.constexpr = p.shape[0]
     keep = kept_by_dropout(head, i0, n0, BM, HALF, _transposed_counter_layout(BM, HALF), has)
     p = gl.where(gl.convert_layout(keep.permute((1, 0)), S), p, -p)
     return p, gl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -232,7 +248,7 @@ def _dkdv_consumer(
     buffers, bars = shared
     dtype: gl.constexpr = tensors.first.dtype
     BM: gl.constexpr = tile.rows
-    HALF: gl.constexpr = tile.columns // 2
+    HALVES: gl.constexpr = tile.columns // HALF
     S: gl.constexpr = accumulator(BM)
     K: gl.constexpr = accumulator(tile.dim_block)
     V: gl.constexpr = accumulator(tile.value_block)
@@ -249,13 +265,14 @@ def _dkdv_consumer(
     slot = 0
     phase = 0
     for member in range(call.sizes.group):
-        head, span = head_of(work, member, tile, has), _span_of_head(work, member, tile, has)
+        head = head_of(work, member, tile, has)
+        span = _span_of_head(work, member, tile, has, 4)
         bound = bounds_of_keys(mask_of(head), j, work.sequence.length, has)
         dbias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
         for PART in gl.static_range(2 * one_loop(tile, has), 2 + one_loop(tile, has)):
             begin, end = loop_of(span, span.begin, PART, WALK)
-            for i0 in range(begin, end, BM):
-                i0 = tile_at(i0, span, tile.rows, PART, WALK)
+            for place in range(begin, end, BM):
+                i0 = tile_at(place, span, tile.rows, PART, WALK, MASK_ROWS)
                 q, do = buffers.query.index(slot), buffers.grad_output.index(slot)
                 mbarrier.wait(bars.first_ready.index(slot), phase)
                 s = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -266,11 +283,13 @@ def _dkdv_consumer(
                 offset = gl.expand_dims(buffers.first.index(slot).load(ROWS), 0)
                 s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; dP continues
                 at = j - (work.sequence.shift + i0)
-                bias, part = gl.expand_dims(bound, 1), slot * 2 + which
+                bias, part = gl.expand_dims(bound, 1), slot * HALVES + which
                 given = load_terms(s, bias, buffers, part, S, True, read_by(PART, WALK))
                 s, steepness = terms(s, at, r, head.slope, given, call, read_by(PART, WALK))
-                s = masked(s, i0, span, buffers, part, True, PART, WALK)
-                s = _hide_queries(s, j, i0, r, work, PART, has)
+                s = masked(s, place, span, buffers, part, True, PART, WALK)
+                if has.lists != 1:
+                    edge = is_edge(place, span if has.lists else work.span)
+                    s = _hide_queries(s, j, i0, r, work, edge, PART, has)
                 p = probabilities(s, Statistics(peak, offset, offset), call, has)
                 z = p
                 if has.dropout:
@@ -396,7 +415,6 @@ def _dkdv_tensors(
     that shares the keys.
     """
     BM: gl.constexpr = tile.rows
-    HALF: gl.constexpr = tile.columns // 2
     BD: gl.constexpr = tile.dim_block
     BDV: gl.constexpr = tile.value_block
     b, g = place
@@ -445,7 +463,7 @@ def _dkdv_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
     """Make the shared memory of a program of dK and dV, and its barriers."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = tensors.key.dtype
-    HALF: gl.constexpr = tile.columns // 2
+    HALVES: gl.constexpr = tile.columns // HALF
     offsets = gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT)
     peaks = offsets
     if has.separate_max:
@@ -453,22 +471,25 @@ def _dkdv_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
     buffers = Buffers(
         query=tiles_of(dtype, tile.slots, tile.rows, tile.dim_block),
         grad_output=tiles_of(dtype, tile.slots, tile.rows, tile.value_block),
-        key=tiles_of(dtype, 2, HALF, tile.dim_block),
-        value=tiles_of(dtype, 2, HALF, tile.value_block),
+        key=tiles_of(dtype, HALVES, HALF, tile.dim_block),
+        value=tiles_of(dtype, HALVES, HALF, tile.value_block),
         first=offsets,
         second=gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT),
         peak=peaks,
-        mask=_tiles_of_heads(tensors.mask, tile.slots * 2) if has.mask == 2 else offsets,
-        bias=_tiles_of_heads(tensors.bias, tile.slots * 2) if has.bias == 2 else offsets,
+        mask=_tiles_of_heads(tensors.mask, tile.slots * HALVES) if has.mask == 2 else offsets,
+        bias=_tiles_of_heads(tensors.bias, tile.slots * HALVES) if has.bias == 2 else offsets,
+        bits=gl.allocate_shared_memory(gl.int32, [tile.slots * 2, tile.rows], FLAT)
+        if has.lists
+        else 0,
     )
     q_ready = barriers(tile.slots, 1)
     bars = Barriers(
         own_ready=barriers(1, 1).index(0),
         first_ready=q_ready,
-        second_ready=barriers(tile.slots, 1),
-        free=barriers(tile.slots, 2),
+        second_ready=barriers(tile.slots, 2 if has.lists else 1),
+        free=barriers(tile.slots, HALVES),
         rows_ready=barriers(tile.slots, 1),
-        rows_free=barriers(tile.slots, 2),
+        rows_free=barriers(tile.slots, HALVES),
         first_masked=q_ready,
         second_masked=q_ready,
     )
@@ -500,11 +521,12 @@ def hopper_dkdv_kernel(
     tile: gl.constexpr,
     has: gl.constexpr,
 ):
-    """Compute what `backward_dkdv_kernel` does. With a mask [keys] and no bias [keys], the heads
-    that share keys also share the mask.
+    """Compute what `backward_dkdv_kernel` does, for 128 keys of a program. With a mask [keys] and
+    no bias [keys], the heads that share keys also share the mask. With a block mask, each consumer
+    has lists, a ring and copies of its own.
     """
-    pair, block = locate_block(gl.cdiv(sizes.keys, tile.columns), has, False)
-    n0 = block * tile.columns
+    pair, block = locate_block(gl.cdiv(sizes.keys, 2 * HALF), has, False)
+    n0 = block * 2 * HALF
     groups = sizes.heads // sizes.group
     b = (pair // groups).to(gl.int64)
     g = (pair % groups).to(gl.int64)
@@ -528,13 +550,31 @@ def hopper_dkdv_kernel(
     work = work_of(n0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    gl.warp_specialize(
-        [
-            (_dkdv_consumer, (FIRST, work, tensors, shared, DBIAS, tile, has)),
-            (_dkdv_consumer, (SECOND, work, tensors, shared, DBIAS, tile, has)),
-            (_copy_queries, (work, tensors, shared, tile, has)),
-            (_copy_statistics, (work, shared, tile, has)),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
-    )
+    if has.lists:
+        span = _queries_of_keys(n0 + HALF, sequence, band, tile, has)
+        other = work_of(n0 + HALF, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
+        apart = _dkdv_shared(tensors, tile, has)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (_dkdv_consumer, (FIRST, work, tensors, shared, DBIAS, tile, has)),
+                (_dkdv_consumer, (FIRST, other, tensors, apart, DBIAS, tile, has)),
+                (_copy_queries, (work, tensors, shared, tile, has)),
+                (_copy_queries, (other, tensors, apart, tile, has)),
+                (_copy_statistics, (work, shared, tile, has)),
+                (_copy_statistics, (other, apart, tile, has)),
+            ],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_dkdv_consumer, (FIRST, work, tensors, shared, DBIAS, tile, has)),
+                (_dkdv_consumer, (SECOND, work, tensors, shared, DBIAS, tile, has)),
+                (_copy_queries, (work, tensors, shared, tile, has)),
+                (_copy_statistics, (work, shared, tile, has)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )

@@ -25,6 +25,7 @@ from .hopper_backward import (
     head_of,
     is_edge,
     kept_by_dropout,
+    listed_span,
     load_terms,
     loop_of,
     masked,
@@ -33,6 +34,7 @@ from .hopper_backward import (
     probabilities,
     read_by,
     score_gradient,
+    slot_at,
     store_gradient,
     terms,
     tile_at,
@@ -51,9 +53,11 @@ from .hopper_parts import (
     mask_of,
     next_slot,
     rows_of,
+    store_bits,
     tiles_of,
     up_to_last_seen,
 )
+from .lists import COLUMNS, load_lists
 from .scores import (
     keys_of_rows,
     locate_head,
@@ -86,20 +90,25 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
     phase = 0
     for PART in gl.static_range(2 * ONE, 2 + ONE):
         begin, end = loop_of(work.span, work.span.end, PART, has)
-        for n0 in range(begin, end, tile.columns):
-            n0 = tile_at(n0, work.span, tile.columns, PART, has)
+        for place in range(begin, end, tile.columns):
+            n0 = tile_at(place, work.span, tile.columns, PART, has)
             # Both consumers have read the slot. In the first round this does not wait.
             mbarrier.wait(bars.free.index(slot), phase ^ 1)
             mbarrier.expect(bars.first_ready.index(slot), K_BYTES)
             rows = at_row(work.batch, g, n0, tile)
             copy_in(tensors.key, rows, bars.first_ready.index(slot), buffers.key.index(slot))
-            edge = is_edge(n0, work.span)
+            edge = is_edge(place if has.lists else n0, work.span)
             expect_terms(bars.second_ready.index(slot), edge, V_BYTES, TERM_BYTES, PART, has)
             copy_in(tensors.value, rows, bars.second_ready.index(slot), buffers.value.index(slot))
             for half in gl.static_range(2):
                 at = [work.start + half * HALF, n0]
                 ready = bars.second_ready.index(slot)
                 copy_terms(tensors, buffers, slot * 2 + half, (at, at), ready, edge, PART, has)
+            if has.lists:
+                if edge:
+                    _, of_bits = slot_at(place, work.span, tile.columns, COLUMNS, True, has)
+                    store_bits(buffers.bits, slot * 4, work.span.lists, of_bits, 0, HALF, 4)
+                mbarrier.arrive(bars.second_ready.index(slot), count=1)
             slot, phase = next_slot(slot, phase, tile.slots)
 
 
@@ -168,7 +177,7 @@ def _statistics_of_rows(i, work, has: gl.constexpr):
 
 
 @gluon.jit
-def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
+def _hide_keys(s, i, n0, j, work, edge, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BM / 2, BN] of the queries i and the keys n0 + j, -inf where length and
     band hide the key. PART is that of `Span`.
     """
@@ -178,7 +187,7 @@ def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
     if PART == 0:
         s = gl.where(at_most(j, last - n0), s, float("-inf"))
     elif PART == 2:
-        if is_edge(n0, work.span):
+        if edge:
             s = gl.where(at_most(j, last - n0), s, float("-inf"))
             if has.left:
                 s = gl.where(at_most(j, i + (work.left - 1 - n0)), float("-inf"), s)
@@ -188,7 +197,7 @@ def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
 @gluon.constexpr_function
 def _part_of(LOOP, has):
     """Return the PART of a loop: without bounds, tiles at edges come last."""
-    return LOOP if LOOP == 2 or has.bounds else 1 - LOOP
+    return LOOP if LOOP == 2 or has.bounds or has.lists else 1 - LOOP
 
 
 @gluon.jit
@@ -238,8 +247,10 @@ def _dq_consumer(
             s, steepness = terms(s, at, j, head.slope, given, call, read_by(LOOP, has))
             if has.mask == 1 and has.bias != 1 and has_bounds(read_by(LOOP, has)):
                 s = gl.minimum(s, bound)
-            s = masked(s, n0, span, buffers, slot * 2 + which, False, LOOP, has)
-            s = _hide_keys(s, i, n0, j, work, _part_of(LOOP, has), has)
+            s = masked(s, place, span, buffers, slot * 2 + which, False, LOOP, has)
+            if has.lists != 1:
+                edge = is_edge(place, span)
+                s = _hide_keys(s, i, n0, j, work, edge, _part_of(LOOP, has), has)
             p = probabilities(s, statistics, call, has)
             if has.softcap and not tile.bias_grad:
                 p = p * steepness  # only dS uses P
@@ -321,8 +332,8 @@ def _dq_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
     HALF: gl.constexpr = tile.rows // 2
     k_tiles = tiles_of(dtype, tile.slots, tile.columns, tile.dim_block)
     bounds = k_tiles
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if has_bounds(has):
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         bounds = gl.allocate_shared_memory(gl.float32, [tile.slots, tile.columns], FLAT)
     buffers = Buffers(
         query=tiles_of(dtype, 2, HALF, tile.dim_block),
@@ -334,9 +345,10 @@ def _dq_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
         peak=bounds,
         mask=buffer(tensors.mask, tile.slots * 2) if has.mask == 2 else bounds,
         bias=buffer(tensors.bias, tile.slots * 2) if has.bias == 2 else bounds,
+        bits=gl.allocate_shared_memory(gl.int32, [tile.slots * 4, 64], FLAT) if has.lists else 0,
     )
     key_ready = barriers(tile.slots, 1)
-    value_ready = barriers(tile.slots, 1)
+    value_ready = barriers(tile.slots, 2 if has.lists else 1)
     bars = Barriers(
         own_ready=barriers(1, 1).index(0),
         first_ready=key_ready,
@@ -400,6 +412,9 @@ def hopper_dq_kernel(
     lo, hi = keys_of_rows(i0, i0 + tile.rows, sequence.length, sequence.shift, band, tile, has)
     begin, end = unmasked_tiles(i0, sequence, band, tile, has)
     span = within_bounds(Span(lo, begin, end, hi), bounds, tile.columns, has)
+    if has.lists:
+        lists = load_lists(optional, strides, sizes, b, h, i0, False)
+        span = listed_span(span, lists, call, i0, tile, has, False, 4)
     work = work_of(i0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1

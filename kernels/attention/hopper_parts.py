@@ -12,6 +12,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common import LOG2E
 from ..launch import triton_dtype
+from .lists import COLUMNS as MASK_COLUMNS
+from .lists import ROWS as MASK_ROWS
+from .lists import WHOLE, WORDS, listed_spans, listed_tile, slot_of_entry
 from .scores import Sequence
 
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9, 3.6
@@ -164,6 +167,107 @@ def up_to_last_seen(sequence, bounds, has: gl.constexpr):
         )
     else:
         return sequence
+
+
+@gluon.constexpr_function
+def _layout_of_lanes(WARPS):
+    """Return the layout of 128 numbers of which each of 1 or 4 warps has all."""
+    warps = [[0]] * (WARPS // 2)
+    return gl.DistributedLinearLayout([[32], [64]], [[1], [2], [4], [8], [16]], warps, [], [128])
+
+
+@gluon.jit
+def spans_of_lists(
+    tiles,
+    lists,
+    call,
+    own,
+    tile: gl.constexpr,
+    has: gl.constexpr,
+    OWNS_KEYS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Return (lists, parts, run, whole) of the program that owns the queries or keys from `own` on:
+    the number of tiles that are partly seen, or that the band or the length cut; where the run
+    begins, in keys or queries; and how many whole tiles there are, with those of the run. `tiles`
+    are those of `listed_spans`.
+    """
+    width: gl.constexpr = tile.rows if OWNS_KEYS else tile.columns
+    PARTS: gl.constexpr = (MASK_ROWS if OWNS_KEYS else MASK_COLUMNS) // width
+    if has.lists == 1:
+        whole = (lists.run_end - lists.run_begin) // width + (lists.part - lists.begin) * PARTS
+        return lists, (lists.end - lists.part) * PARTS, lists.run_begin, whole
+    else:
+        lanes = gl.arange(0, 128, layout=_layout_of_lanes(WARPS))
+        lists, run, _, edge = listed_spans(tiles, lists, call, own, tile, has, OWNS_KEYS, lanes)
+        return lists, edge.hi, run.lo, gl.cdiv(run.hi - run.lo, width)
+
+
+@gluon.jit
+def tile_of_lists(
+    lists,
+    t,
+    parts,
+    run_begin,
+    width: gl.constexpr,
+    SIZE: gl.constexpr,
+    EDGE: gl.constexpr,
+    has: gl.constexpr,
+):
+    """Return the first key, or query, of the t-th tile that a block mask shows and, with EDGE, the
+    slot of its bits. First come `parts` tiles that are partly seen, then those of the run, which
+    begins at `run_begin`, then the other whole tiles. Without EDGE the tile is whole.
+
+    A tile of the mask has the size SIZE, and those of the kernel are parts of it.
+    """
+    PARTS: gl.constexpr = SIZE // width
+    whole = t - parts  # the number among whole tiles
+    n, slot = run_begin + whole * width, 0
+    if has.lists == 1:
+        run = gl.maximum((lists.run_end - lists.run_begin) // width, 1)
+        listed = whole >= run
+        first = lists.begin
+        number = whole - run
+        if EDGE:
+            listed = listed | (whole < 0)
+            first = gl.where(whole < 0, lists.part, first)
+            number = gl.where(whole < 0, t, number)
+        entry = first + number // PARTS
+        index = gl.load(lists.tiles + entry, mask=listed, other=0).to(gl.int32)
+        n = gl.where(listed, index * SIZE + number % PARTS * width, n)
+        if EDGE:
+            exists = (lists.run_end > lists.run_begin).to(gl.int32)
+            slot = gl.where(listed, slot_of_entry(lists, entry, listed), exists)
+    elif EDGE:
+        at, of_bits = listed_tile(gl.minimum(t, parts - 1), lists, width, SIZE, has, True)
+        n, slot = gl.where(whole < 0, at, n), gl.where(whole < 0, of_bits, WHOLE)
+    return n, slot
+
+
+@gluon.jit
+def store_bits(bits, part, lists, slot, i0, N: gl.constexpr, COUNT: gl.constexpr):
+    """Store bits of a tile of a block mask to COUNT rows of `bits` [.., N], from `part` on: for the
+    queries i0 .. i0 + N - 1 of the tile the words of the first 32 keys, then those of the others,
+    then the same for the next N queries.
+    """
+    i = i0 + gl.arange(0, N, layout=gl.BlockedLayout([N // 32], [32], [1], [0]))
+    words = lists.bits + slot.to(gl.int64) * WORDS
+    for n in gl.static_range(COUNT):
+        bits.index(part + n).store(gl.load(words + i * 2 + (n // 2 * N * 2 + n % 2)))
+
+
+@gluon.jit
+def seen_by_bits(bits, part, j, S: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Return which keys j [64] of a tile each query sees, by two rows of `bits`, for scores
+    [queries, 64] or, if TRANSPOSED, [64, queries].
+    """
+    AXIS: gl.constexpr = 0 if TRANSPOSED else 1
+    OF_LANE: gl.constexpr = 23 if TRANSPOSED else 6  # the bits of j that depend on the thread
+    low = gl.expand_dims(bits.index(part).load(gl.SliceLayout(AXIS, S)), AXIS)
+    high = gl.expand_dims(bits.index(part + 1).load(gl.SliceLayout(AXIS, S)), AXIS)
+    j = gl.expand_dims(j, 1 - AXIS)
+    words = gl.where(j < 32, low, high)
+    return ((words >> (j & OF_LANE)) & (1 << (j & (31 - OF_LANE)))) != 0
 
 
 @gluon.jit

@@ -106,10 +106,13 @@ def _how(row: Row, plan: Any, attention: Attention) -> How | None:
     """
     if not _fits_in_registers(row, plan) or (row.persistent and not shares_descriptors(plan)):
         return None
+    if plan.has.lists and (row.persistent or row.BM > 128 or row.BN > 64):
+        return None  # a tile is a part of one of the mask
     width, values = plan.tile.dim_block, plan.tile.value_block
     outputs = values * (values != width or row.persistent)
     fixed = 2 * (row.BM * (width + outputs) + row.stages * row.BN * (width + values)) + BARRIERS
     fixed += 4 * row.stages * row.BN * (1 in (plan.has.mask, plan.has.bias))
+    fixed += 8 * row.stages * row.BM * (plan.has.lists > 0)
     terms = row.BM * row.BN * (size := term_bytes(plan, attention))
     for slots in (2, 1):
         if fixed + slots * terms <= SHARED:
@@ -123,7 +126,8 @@ def shares_descriptors(plan: Any) -> bool:
     read more than once.
     """
     has = plan.has
-    return all(plan.steps) and not (has.lengths or has.packed or 2 in (has.mask, has.bias))
+    varies = has.lengths or has.packed or 2 in (has.mask, has.bias)
+    return all(plan.steps) and not varies
 
 
 def maps(kernel: str, rows: int, columns: int, dim: int, value_dim: int) -> list[tuple[Any, ...]]:
@@ -155,7 +159,7 @@ def _fits_in_registers(row: Row, plan: Any) -> bool:
         return False
     needs = 2 * has.dropout + 4 * has.alibi + 2 * (has.left or has.right) + has.softcap
     needs += max(3 * (has.mask == 1), 4 * (has.bias == 1))
-    needs += 5 * (has.mask == 2) + 3 * (has.bias == 2)
+    needs += 5 * (has.mask == 2 or has.lists > 0) + 3 * (has.bias == 2)
     roomy = plan.head_block <= 64 or (plan.head_block <= 128 and (row.packed or row.BN == 64))
     return needs <= (15 if roomy else 5)
 
@@ -177,8 +181,8 @@ def _obstacles(plan: Any, inputs: tuple[Tensor, ...], attention: Attention) -> I
         yield f"it takes no scale of {attention.scale}"
     if not all(x.numel() for x in inputs):
         yield "it takes no empty tensors"
-    if has.lists:
-        yield "it takes no block mask"
+    if has.lists > 2:
+        yield "it takes no block mask of a packed batch"
     if plan.tile.wide or any(_is_uncopied(x) for x in inputs):
         yield "TMA copies rows at multiples of 16 bytes, and less than 2^31 elements of a head"
     if inputs[2].shape[3] % 8:
@@ -203,7 +207,13 @@ HOPPER_BACKWARD = {
         "Gluon 128 64": Tiles(128, 64, 4, 2),
         "Gluon 128 32": Tiles(128, 32, 4, 2),
     },
-    "dkdv": {"Gluon 64 128": Tiles(64, 128, 4, 2), "Gluon 32 128": Tiles(32, 128, 4, 2)},
+    "dkdv": {
+        "Gluon 64 128": Tiles(64, 128, 4, 2),
+        "Gluon 32 128": Tiles(32, 128, 4, 2),
+        # With a block mask: of each consumer.
+        "Gluon 64 64": Tiles(64, 64, 4, 2),
+        "Gluon 32 64": Tiles(32, 64, 4, 2),
+    },
 }
 
 
@@ -260,10 +270,13 @@ def without_rows(plan: Any, attention: Attention) -> list[str]:
 
 
 def _suits(kernel: str, row: Tiles, plan: Any, attention: Attention) -> bool:
-    own, other = (row.BM, row.BN) if kernel == "dq" else (row.BN, row.BM)
+    own, other = (row.BM, row.BN) if kernel == "dq" else (128, 128 // row.BN * row.BM)
+    if plan.has.lists > 0 if row.BN == 128 else kernel == "dkdv" and not plan.has.lists:
+        return False  # a tile is a part of one of the mask
     width = plan.tile.dim_block + plan.tile.value_block
     size = 2 * (own + row.stages * other) * width + 12 * row.stages * other + BARRIERS
-    size += row.stages * row.BM * row.BN * term_bytes(plan, attention)
+    size += row.stages * 128 * min(row.BM, row.BN) * term_bytes(plan, attention)
+    size += 1024 * row.stages * (plan.has.lists > 0)
     return size <= SHARED and _backward_fits_in_registers(kernel, row, plan)
 
 
@@ -277,13 +290,16 @@ def _backward_fits_in_registers(kernel: str, row: Tiles, plan: Any) -> bool:
         more = any(others) or (has.bias == 1) + has.dropout + has.left + has.right > 1
         fits = not (1 in (has.mask, has.bias) and more)
         return plan.head_block > 128 and row.BN == 32 and fits
-    if row.BN == 64 or row.BM == 32:
+    if has.lists == 2 and kernel == "dkdv" and plan.head_block > 64:
+        return False
+    if (row.BN == 64 and kernel == "dq") or row.BM == 32:
         return True
+    masked = has.mask == 2 or has.lists > 0
     if plan.head_block <= 64:
-        options = has.mask == 2, has.bias > 0, has.alibi, has.softcap, has.left
+        options = masked, has.bias > 0, has.alibi, has.softcap, has.left
         return kernel == "dkdv" or sum(options) + 2 * plan.own_bias_grad <= 2
-    cut = has.left or (has.right and has.dropout and kernel == "dkdv")
-    return not (has.bias or has.alibi or has.softcap or (has.mask == 2 and cut))
+    cut = has.left or ((has.right or has.lists) and has.dropout and kernel == "dkdv")
+    return not (has.bias or has.alibi or has.softcap or (masked and cut))
 
 
 def backward_obstacle(

@@ -19,8 +19,11 @@ from .hopper_parts import (
     mask_of,
     rows_of,
     slot_of,
+    spans_of_lists,
+    tile_of_lists,
     tiles_of,
 )
+from .lists import COLUMNS, load_lists
 from .scores import (
     first_row,
     keys_of_rows,
@@ -41,6 +44,8 @@ class Walk(NamedTuple):
         t >= edges:   begin + t BN
 
     The numbers t of a persistent program continue from one block to the next.
+
+    With a block mask the edge tiles are those that are partly seen: see `tile_of_lists`.
     """
 
     first: Any
@@ -50,6 +55,7 @@ class Walk(NamedTuple):
     jump: Any
     gap: Any
     begin: Any
+    lists: Any = 0  # `Lists` of a block mask
 
 
 class Work(NamedTuple):
@@ -128,6 +134,7 @@ class Buffers(NamedTuple):
     bounds: Any
     mask: Any  # [slots * consumers, 64, BN], of queries and keys
     bias: Any  # the same
+    bits: Any  # [slots * consumers * 2, 64], of a block mask: word w of a query, for 32 keys
 
 
 class Barriers(NamedTuple):
@@ -147,6 +154,8 @@ class Barriers(NamedTuple):
     term_ready: Any  # 1: the copies, once mask and bias of queries and keys are there
     term_free: Any  # all
     turn: Any  # 1 for each consumer: the previous consumer has issued its products
+    # 1: the copies, once the bits of a block mask are there. Who has released values has read bits.
+    bits_ready: Any
 
 
 class Place(NamedTuple):
@@ -154,7 +163,7 @@ class Place(NamedTuple):
 
     query: Any
     key: Any
-    slot: Any  # of the bounds
+    slot: Any  # of the bounds, or of bits
     phase: Any
     term_slot: Any  # of mask and bias of queries and keys
     term_phase: Any
@@ -187,11 +196,44 @@ def walk_of(i0, sequence, band, bounds, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
+def _listed_walk(i0, sequence, call, lists, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Walk` of a block mask, see `tile_of_lists`: `jump` is the number of edge tiles,
+    and the run begins at key `begin`. If no tile is visible, it visits one past the end.
+    """
+    BN: gl.constexpr = tile.columns
+    length = sequence.length
+    lo, hi = keys_of_rows(i0, i0 + tile.rows, length, sequence.shift, call.band, tile, has)
+    begin, end = unmasked_tiles(i0, sequence, call.band, tile, has)
+    tiles = lo, begin, end, hi
+    lists, parts, run, whole = spans_of_lists(tiles, lists, call, i0, tile, has, False, 4)
+    run = gl.where(whole > 0, run, gl.cdiv(length, BN) * BN)
+    return Walk(0, gl.maximum(parts, 1), gl.maximum(parts + whole, 1), 0, parts, 0, run, lists)
+
+
+@gluon.jit
 def numbered(walk, first, tile: gl.constexpr):
     """Return a `Walk` with its tiles numbered from `first` on."""
     keys = first * tile.columns
     edges, end = walk.edges + first, walk.end + first
     return Walk(first, edges, end, walk.lo - keys, walk.jump, walk.gap, walk.begin - keys)
+
+
+@gluon.jit
+def listed_tile_of(walk, t, tile: gl.constexpr, EDGE: gl.constexpr, has: gl.constexpr):
+    """Return what `tile_of_lists` does of the t-th tile."""
+    width: gl.constexpr = tile.columns
+    return tile_of_lists(walk.lists, t, walk.jump, walk.begin, width, COLUMNS, EDGE, has)
+
+
+@gluon.jit
+def walk_from(i0, sequence, call, bounds, first, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Walk` of the queries from i0 on, with tiles from `first` on, given the bounds of
+    `bounds_at`.
+    """
+    if has.lists:
+        return _listed_walk(i0, sequence, call, bounds, tile, has)
+    else:
+        return numbered(walk_of(i0, sequence, call.band, bounds, tile, has), first, tile)
 
 
 @gluon.jit
@@ -240,9 +282,14 @@ def place_of_block(n, sizes, order, tile: gl.constexpr, has: gl.constexpr):
 
 @gluon.jit
 def bounds_at(place, call, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Bounds` of the mask for the queries at `place`, which `locate_rows` returns."""
+    """Return the `Bounds` of the mask, or the `Lists` of a block mask, for the queries at `place`,
+    which `locate_rows` returns.
+    """
     _, i0, b, h, _ = place
-    return load_bounds(call.optional, call.strides, b, h, i0 // tile.rows, has)
+    if has.lists:
+        return load_lists(call.optional, call.strides, call.sizes, b, h, i0, False)
+    else:
+        return load_bounds(call.optional, call.strides, b, h, i0 // tile.rows, has)
 
 
 @gluon.jit
@@ -278,14 +325,14 @@ def work_of(i0, head, bounds, first, tile: gl.constexpr, has: gl.constexpr):
     if has.shard:
         draw_row = call.sizes.shard.query
         draw_column = call.sizes.shard.key
-    if not has.bounds:
+    if not has.bounds and not has.lists:
         bounds = Bounds(0, 0, 0, sequence.length)
     factor = call.scale
     if has.softcap:
         factor = call.factors.softcap * LOG2E
     return Work(
         start=i0,
-        walk=numbered(walk_of(i0, sequence, call.band, bounds, tile, has), first, tile),
+        walk=walk_from(i0, sequence, call, bounds, first, tile, has),
         last=sequence.length - 1,
         left=sequence.shift - call.band.left,
         right=sequence.shift + call.band.right,
@@ -309,7 +356,9 @@ def jumps(has):
 @gluon.jit
 def key_of_tile(walk, t, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constexpr):
     """Return the first key of the t-th tile."""
-    if EDGE:
+    if has.lists:
+        return listed_tile_of(walk, t, tile, EDGE, has)[0]
+    elif EDGE:
         n0 = walk.lo + t * tile.columns
         if jumps(has):
             n0 = gl.where(n0 < walk.jump, n0, n0 + walk.gap)
@@ -321,8 +370,11 @@ def key_of_tile(walk, t, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constex
 @gluon.jit
 def key_of_any_tile(walk, t, tile: gl.constexpr, has: gl.constexpr):
     """Return the first key of the t-th tile, whether it is an edge tile or not."""
-    other = key_of_tile(walk, t, tile, has, False)
-    return gl.where(t < walk.edges, key_of_tile(walk, t, tile, has, True), other)
+    if has.lists:
+        return key_of_tile(walk, t, tile, has, True)
+    else:
+        other = key_of_tile(walk, t, tile, has, False)
+        return gl.where(t < walk.edges, key_of_tile(walk, t, tile, has, True), other)
 
 
 @gluon.jit
@@ -336,7 +388,7 @@ def place_of(i0, n0, t, which, how: gl.constexpr):
 @gluon.jit
 def masked_tiles(walk, has: gl.constexpr):
     """Return the first tile that is computed without the mask."""
-    if reads_no_mask(has):
+    if reads_no_mask(has) or (has.lists and has.bias == 0):
         return walk.edges
     else:
         return walk.end
@@ -358,14 +410,17 @@ def make_shared(
     bounds = k_tiles
     mask = k_tiles
     bias = k_tiles
+    bits = 0
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if has_bounds(has):
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         bounds = gl.allocate_shared_memory(gl.float32, [SLOTS, tile.columns], FLAT)
+    if has.lists:
+        bits = gl.allocate_shared_memory(gl.int32, [SLOTS * ALL * 2, ROWS], FLAT)
     if has.mask == 2:
         mask = buffer(tensors.mask, how.term_slots * ALL)
     if has.bias == 2:
         bias = buffer(tensors.bias, how.term_slots * ALL)
-    buffers = Buffers(q_tiles, k_tiles, v_tiles, o_tiles, bounds, mask, bias)
+    buffers = Buffers(q_tiles, k_tiles, v_tiles, o_tiles, bounds, mask, bias, bits)
     query_ready = barriers(1, 1).index(0)
     key_ready = barriers(SLOTS, 1)
     bars = Barriers(
@@ -381,6 +436,7 @@ def make_shared(
         term_ready=barriers(how.term_slots, 1) if has_terms(has) else key_ready,
         term_free=barriers(how.term_slots, ALL) if has_terms(has) else key_ready,
         turn=barriers(ALL, 1),
+        bits_ready=barriers(SLOTS, 1) if has.lists else 0,
     )
     return buffers, bars
 

@@ -130,11 +130,12 @@ def with_lists(head, lists, own, tile: tl.constexpr, has: tl.constexpr, OWNS_KEY
 
 @triton.jit
 def listed_spans(
-    tiles, lists, call, own, tile: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr
-):
+    tiles, lists, call, own, tile: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr,
+    lanes=None,
+):  # fmt: skip
     """Return (lists, run, whole, edge) of the program that owns the queries or keys from `own` on.
     `run` is a span of keys or queries, see `split_at_run`, whose argument `tiles` is. `whole` and
-    `edge` are spans of the numbers that `listed_tile` takes.
+    `edge` are spans of the numbers that `listed_tile` takes. `lanes`: see `entries_within`.
     """
     width: tl.constexpr = tile.rows if OWNS_KEYS else tile.columns
     SIZE: tl.constexpr = ROWS if OWNS_KEYS else COLUMNS
@@ -154,8 +155,8 @@ def listed_spans(
         first, last, jump, gap = cut
         cut = tl.cdiv(last - first, width)
         lo, hi = tiles[0] // SIZE, tl.cdiv(tiles[3], SIZE)
-        begin, whole = entries_within(lists.tiles, lists.begin, lists.part, lo, hi)
-        part, end = entries_within(lists.tiles, lists.part, lists.end, lo, hi)
+        begin, whole = entries_within(lists.tiles, lists.begin, lists.part, lo, hi, lanes)
+        part, end = entries_within(lists.tiles, lists.part, lists.end, lo, hi, lanes)
         edge = Span(0, cut + (whole - begin + end - part) * PARTS)
         lists = Lists(
             lists.run_begin, lists.run_end, begin, whole, end, lists.tiles, lists.size, lists.bits,
@@ -169,7 +170,7 @@ def listed_spans(
 
 
 @triton.jit
-def _slot(lists, entry, ok):
+def slot_of_entry(lists, entry, ok):
     """Return the slot of an entry, or 0 if `ok` is False. It is stored in halves, because the
     compiler would copy a scalar of 32 bits through shared memory, and then no keys ahead.
     """
@@ -206,7 +207,7 @@ def listed_tile(
         start += within
     slot = 0
     if EDGE:
-        slot = _slot(lists, entry, listed)
+        slot = slot_of_entry(lists, entry, listed)
     if has.lists >= 2:
         start = tl.where(listed, start, n0)
         slot = tl.where(listed, slot, WHOLE)
@@ -258,7 +259,7 @@ def find_slot(lists, n0):
         entry = start + tl.arange(0, 128)
         index = tl.load(lists.tiles + entry, mask=entry < lists.end, other=-1).to(tl.int32)
         found = tl.maximum(found, tl.max(tl.where(index == n0 // COLUMNS, entry, -1), 0))
-    slot = _slot(lists, found, found >= 0)
+    slot = slot_of_entry(lists, found, found >= 0)
     return tl.where((n0 >= lists.run_begin) & (n0 < lists.run_end), WHOLE, slot)
 
 

@@ -342,6 +342,7 @@ class Plan:
         elif tiles in (known := HOPPER_BACKWARD.get(name, {})):
             kernel = hopper_dq_kernel if name == "dq" else hopper_dkdv_kernel
             tiles, launch = known[tiles], TMALaunch
+            has = has._replace(lists=self.has.lists)
         widest = 256 if name == "forward" else 64 if self.arch == "sm_86" else 128
         recompute_masked = self.tile.recompute_masked and self.head_block <= widest
         tile: Any = self.tile._replace(
@@ -360,6 +361,8 @@ class Plan:
             strides = arguments["strides"]._replace(**bounds.strides())
             arguments = arguments | dict(strides=strides)
             has = has._replace(bounds=1 if source.name == "mask" else 2)
+        if name == "dkdv" and launch is TMALaunch:
+            tiles = tiles._replace(BN=128)  # of a program
         programs = grid(tiles, has)
         has = has._replace(sections=len(programs) == 3)
         if "how" in own:
@@ -649,7 +652,7 @@ class BackwardPlan(Plan):
                 self.short = ShortLaunch(self.one_kernel, self, layouts, grad_lse is not None)
         else:
             self.choose_bounds("backward", attention)
-        self.cut |= self.source is not None
+        self.cut |= self.source is not None or self.has.lists > 0
         if self.needs[1] and not self.short:
             strides = dict(dk_strides=dk, dv_strides=dv, do_strides=do)
             # One loop less, which spills.

@@ -47,6 +47,19 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # sizes and options
 }
 
 
+def blocks(sq: int, sk: int) -> Tensor:
+    """Return a mask [2, 2, sq, sk] of runs of whole tiles, others, and partly seen ones. One tile
+    of queries of the second head sees nothing, and one of keys is not seen.
+    """
+    i, j = torch.arange(sq)[:, None], torch.arange(sk)
+    near = ((i - j).abs() < 40) | (j < 9) | (i == 5)
+    one = near | (j // 64 == 3) | ((j // 64 > 4) & (j // 64 < 7))
+    other = (i // 128 != 1) & (j // 64 != 3) & ((j // 64 % 2 == 0) | near)
+    drawn = torch.rand(sq, sk, generator=torch.Generator().manual_seed(2)) < 0.3
+    whole = (j >= 0) & (i >= 0)
+    return torch.stack([one, other, drawn, whole]).view(2, 2, sq, sk)
+
+
 def inputs(
     sq: int = 130, sk: int = 200, d: int = 64, dv: int = 64, h: int = 2, g: int = 1, b: int = 2,
     dtype: torch.dtype = torch.bfloat16, spread: float = 3,
@@ -86,14 +99,15 @@ def simulated_backward(
     kernels: tuple[str, ...] = ("dq", "dkdv"),
     rows: int = 64,
     columns: int = 64,
+    keys: int = 128,
     slots: int = 2,
     seed: int = 0,
     bounds: bool = False,
 ) -> Iterator[list[Any]]:
-    """The same for the kernels of the backward: tiles of `rows` queries for dK and dV, and of
-    `columns` keys for dQ.
+    """The same for the kernels of the backward: tiles of `rows` queries and `keys` keys for dK and
+    dV, and of `columns` keys for dQ.
     """
-    tiles = dict(dq=Tiles(128, columns, 4, slots), dkdv=Tiles(rows, 128, 4, slots))
+    tiles = dict(dq=Tiles(128, columns, 4, slots), dkdv=Tiles(rows, keys, 4, slots))
     known = dict(HOPPER_BACKWARD={n: {ROW: tiles[n]} for n in kernels})
     ways = {f"attention {n}": ROW for n in kernels}
     ways["attention backward bounds"] = "bounds" if bounds else "all tiles"
@@ -125,6 +139,8 @@ def chosen(
         def given_as(group: str, x: Any) -> Any:
             if isinstance(x, Tensor):
                 return made.setdefault(id(x), pointer(name, group, x))
+            if isinstance(x, int):
+                return x
             form = x.shape, x.strides, x.block_shape, x.layout
             return gluon_simulator.Descriptor(made[id(x.base)], *form)
 
@@ -171,10 +187,8 @@ def memory(x: Tensor) -> Tensor:
     return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
 
 
-def pointer(kernel: str, name: str, x: Tensor | int) -> gluon_simulator.Pointer | int:
-    """Point to the first element of a tensor, in a copy of its memory; a number stays one."""
-    if isinstance(x, int):
-        return x
+def pointer(kernel: str, name: str, x: Tensor) -> gluon_simulator.Pointer:
+    """Point to the first element of a tensor, in a copy of its memory."""
     flat = memory(x.detach())
     half = x.dtype.is_floating_point and x.element_size() == 2
     array = (flat.float() if half else flat).numpy().copy()

@@ -18,7 +18,7 @@ from fastformer.kernels import common, tuned
 from fastformer.kernels.attention import launchers, plan
 from fastformer.kernels.attention.hopper_rows import HOPPER, in_turn, refused
 from fastformer.kernels.launch import MappedLaunch
-from hopper_calls import DROPOUT, LENGTHS, MASK, ONE_HIDDEN, ROW, replaced, simulated
+from hopper_calls import DROPOUT, LENGTHS, MASK, ONE_HIDDEN, ROW, blocks, replaced, simulated
 from hopper_calls import inputs as qkv
 from mutants import HARMLESS
 from mutants import HOPPER_FORWARD as FAULTS
@@ -57,6 +57,9 @@ WINDOW = dict(window=(190, 30), causal_alignment="bottom_right")  # cuts tiles o
 SLOPES = torch.tensor([0.5, 0.03])
 FULL = ragged(2, 1, 130, 208)
 SPANS = spans(140, 464, 240)
+
+
+BLOCKS = ff.block_mask(blocks(300, 500))
 ONLY_FEW = torch.cat([torch.zeros(1, 140, 464), torch.ones(1, 140, 464).tril(-130)]) > 0
 CALLS = {
     **hopper_calls.CALLS,
@@ -153,6 +156,47 @@ CALLS = {
             key_lengths=LENGTHS + 200,
             **WINDOW,
         ),
+    ),
+    "block mask": (dict(sq=300, sk=500, d=32, dv=32), dict(attn_mask=BLOCKS)),
+    "block mask of all heads, dropout": (
+        dict(sq=300, sk=500, b=1, h=4, g=2),
+        dict(attn_mask=BLOCKS[0, 0], **DROPOUT),
+    ),
+    "block mask, bias, alibi, softcap": (
+        dict(sq=300, sk=504, b=1),
+        dict(
+            attn_mask=ff.block_mask(blocks(300, 504)[:1]),
+            bias=numbers(300, 504),
+            alibi_slopes=SLOPES,
+            softcap=5.0,
+        ),
+    ),
+    "block mask, causal, lengths": (
+        dict(sq=300, sk=500),
+        dict(attn_mask=BLOCKS, is_causal=True, key_lengths=LENGTHS + 300),
+    ),
+    "block mask, window, lengths, dropout": (
+        dict(sq=300, sk=500),
+        dict(attn_mask=BLOCKS, window=(190, 130), key_lengths=LENGTHS + 400, **DROPOUT),
+    ),
+    "block mask, a shard": (
+        dict(sq=300, sk=500),
+        dict(
+            attn_mask=BLOCKS, shard=ff.Shard(1, 2, 160, 64, 4, 700, 700), is_causal=True, **DROPOUT
+        ),
+    ),
+    "block mask, key bias, sinks, dropout": (
+        dict(sq=300, sk=500, b=1),
+        dict(
+            attn_mask=BLOCKS[0],
+            bias=numbers(500).masked_fill(torch.arange(500) % 7 == 0, -torch.inf),
+            sinks=torch.tensor([0.5, -2.0]),
+            **DROPOUT,
+        ),
+    ),
+    "block mask, 128 wide": (
+        dict(sq=130, sk=70, d=128, dv=128),
+        dict(attn_mask=ff.block_mask(blocks(130, 70))),
     ),
     "256 wide": (dict(d=256, dv=256, b=1), dict(is_causal=True)),
     "other dims": (dict(d=80, dv=24), dict(is_causal=True)),
@@ -506,8 +550,8 @@ PACKED = dict(
 )
 # The calls that show planted faults, and how they are computed: of six tiles; of seven with edges;
 # with a mask, also of wide rows, and of one key alone; with one sequence without keys; with edges
-# on both sides; with masks of which only the edges are read; with a bias; of a packed batch; with
-# three consumers; and with programs of two or three blocks.
+# on both sides; with masks of which only the edges are read; with a bias; with a block mask of each
+# head; of a packed batch; with three consumers; and with programs of two or three blocks.
 SHOWN = {
     "plain": (dict(sk=330), {}, {}),
     "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True), {}),
@@ -519,6 +563,11 @@ SHOWN = {
     "spans": (dict(sq=140, sk=464, b=1), dict(attn_mask=SPANS), dict(bounds=True)),
     "holes": (dict(sk=448), dict(attn_mask=HOLES), dict(bounds=True)),
     "bias": (dict(sk=208), dict(bias=numbers(130, 208)), {}),
+    "blocks": (
+        dict(sq=300, sk=512, b=1, h=4, g=2),
+        dict(attn_mask=ff.block_mask(blocks(300, 512).view(1, 4, 300, 512))),
+        {},
+    ),
     "packed": (dict(sq=100, sk=135, b=1), PACKED, {}),
     "three": (dict(sq=190, sk=330, b=1), {}, dict(BM=192, packed=True)),
     "persistent": (dict(sq=70, sk=300, h=5), {}, dict(persistent=True)),

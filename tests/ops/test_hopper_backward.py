@@ -12,9 +12,19 @@ pytest.importorskip("triton.experimental.gluon")
 import hopper_calls
 from fastformer.kernels import common, tuned
 from fastformer.kernels.attention import launchers, plan
-from hopper_calls import DROPOUT, LENGTHS, MASK, ONE_HIDDEN, inputs, replaced, simulated_backward
+from hopper_calls import (
+    DROPOUT,
+    LENGTHS,
+    MASK,
+    ONE_HIDDEN,
+    blocks,
+    inputs,
+    replaced,
+    simulated_backward,
+)
 from mutants import HOPPER_BACKWARD as FAULTS
 
+import fastformer as ff
 from benchmarks.proof.gluon_simulator import Fault
 from fastformer import use_backend
 from fastformer.description import Attention, Shard, pack
@@ -52,6 +62,7 @@ SPANS = torch.nn.functional.pad(SPANS, (0, 24))
 LONG_SPANS = torch.stack([spans(300, 464, 200, step) for step in (264, 30)])[None]
 HOLES = torch.ones(2, 1, 1, 448) > 0
 HOLES[0, ..., 10:20] = HOLES[0, ..., 430:436] = HOLES[0, ..., 440:] = HOLES[1, ..., 250:] = False
+BLOCKS = ff.block_mask(blocks(300, 500))
 HIDING = drawn(1, 2, 1, 200, seed=4)
 HIDING[:, 0, :, 20:90] = HIDING[:, 1, :, 60:140] = -torch.inf
 CALLS = {
@@ -155,6 +166,35 @@ CALLS = {
         dict(d=128, dv=128, b=1, h=1, sq=140, sk=464),
         dict(attn_mask=SPANS[0, 0], **DROPOUT),
     ),
+    "block mask": (dict(sq=300, sk=500), dict(attn_mask=BLOCKS)),
+    "block mask of all heads, dropout": (
+        dict(sq=300, sk=500, b=1, h=4, g=2, d=32, dv=32),
+        dict(attn_mask=BLOCKS[0, 0], **DROPOUT),
+    ),
+    "block mask, bias of its own, alibi, softcap": (
+        dict(sq=300, sk=504, b=1, bias=drawn(1, 2, 300, 504, seed=22)),
+        dict(
+            attn_mask=ff.block_mask(blocks(300, 504)[:1]),
+            alibi_slopes=SLOPES,
+            softcap=5.0,
+        ),
+    ),
+    "block mask, causal, lengths, dropout": (
+        dict(sq=300, sk=500, d=32, dv=32),
+        dict(attn_mask=BLOCKS, is_causal=True, key_lengths=LENGTHS + 300, **DROPOUT),
+    ),
+    "block mask, window, softcap": (
+        dict(sq=300, sk=500, b=1),
+        dict(attn_mask=BLOCKS[0], window=(190, 130), softcap=3.0),
+    ),
+    "block mask, bias, dropout": (
+        dict(sq=300, sk=500, b=1, bias=drawn(500, seed=23)),
+        dict(attn_mask=BLOCKS[0], **DROPOUT),
+    ),
+    "128 wide, block mask, dropout": (
+        dict(sq=140, sk=200, d=128, dv=128),
+        dict(attn_mask=ff.block_mask(blocks(140, 200)), **DROPOUT),
+    ),
     "other dims": (dict(d=80, dv=24, h=4, g=2, b=1), dict(is_causal=True)),
     "128 wide": (dict(d=128, dv=128, b=1), dict(is_causal=True, **DROPOUT)),
     "128 wide, 2-D mask, 2-D bias": (
@@ -195,6 +235,8 @@ def test_backward(against_oracle, memory_of_nan, call):
         "128 wide, 2-D mask, 2-D bias": dict(rows=32),
         "256 wide, mask": dict(columns=32, kernels=("dq",)),
     }.get(call, {})
+    if "block mask" in call:
+        tiles |= dict(keys=64, rows=32 if "128 wide" in call else 64)
     with simulated_backward(**tiles, bounds="bounds" in call) as launched:
         against_oracle(lambda **given: attend(**given, **options), x)
     assert len(launched) == 2 - ("256 wide" in call)
@@ -387,7 +429,7 @@ def test_which_calls_a_measurement_may_choose_it_for():
 # The calls that show planted faults: of five tiles of queries and six of keys, of seven with edges,
 # with a mask, also of keys whose weights are exp(24) before the softmax divides them, of rows that
 # are wider, and of one key alone; with one sequence without keys, with dropout, with what else
-# there is, and with the bounds of a mask.
+# there is, with the bounds of a mask, and with a block mask of each head.
 SHOWN = {
     "plain": (dict(sq=300, sk=330, b=1), {}),
     "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True)),
@@ -427,6 +469,10 @@ SHOWN = {
         dict(sq=300, sk=464, b=1),
         dict(attn_mask=LONG_SPANS, window=(300, 250)),
     ),
+    "blocks": (
+        dict(sq=300, sk=440, b=1, h=4, g=2),
+        dict(attn_mask=ff.block_mask(blocks(300, 440).view(1, 4, 300, 440))),
+    ),
 }
 BOUNDED = "spans", "holes", "one loop"
 
@@ -462,6 +508,9 @@ def shown(call):
     scale = x["query"].shape[3] ** -0.5
     given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=scale) | options
     given["dropout_seed"] = None if seed is None else torch.tensor([seed])
+    if isinstance(mask := given["attn_mask"], ff.BlockMask):
+        names = "attn_mask", "mask_spans", "mask_lists", "mask_bits"
+        given |= dict(zip(names, (None, *mask.tensors)))
     arguments = pack([*inputs, Attention(**given, bias=bias)])
     saved = launchers.forward(*arguments, False)
     return (grad_output, None, *arguments, *saved), want
@@ -476,6 +525,7 @@ def what_is_found(kernel, call, *edits, slots, seed):
     needs = (True, False, False, learned) if kernel == "dq" else (False, True, True, learned)
     try:
         how = dict(slots=slots, seed=seed, bounds=call in BOUNDED)
+        how |= dict(keys=64) if call == "blocks" else {}
         with simulated_backward(*edits, kernels=(kernel,), **how):
             have = launchers.backward(*arguments, [*needs, False])
     except Fault as fault:

@@ -34,8 +34,8 @@ class sdpa_override(TorchFunctionMode):
     dimensions, batches that broadcast, head dims of 0 or above 256, other dtypes, a scale that is a
     tensor) and each call with invalid arguments. The output of a query that sees no key is zero,
     also if a mask in float32 or bfloat16 hides the keys by finfo.min; in float16 only -inf hides a
-    key. Contexts nest, and work inside and around torch.compile. A context does not see the calls inside nn.MultiheadAttention: use `accelerate`
-    for that module.
+    key. Contexts nest, and work inside and around torch.compile. A context does not see the calls
+    inside nn.MultiheadAttention: use `accelerate` for that module.
 
     backward() runs outside of every such mode, so under activation checkpointing the `with` has to
     be inside the checkpointed function. Around the checkpoint, the recomputed forward would use

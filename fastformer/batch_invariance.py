@@ -33,9 +33,10 @@ class batch_invariant:
     Attention to cached keys runs the kernel of the prefill, with the same tiles in the same order;
     all tiles are those of the tables, without the measurements of `fastformer tune`; and one kernel
     with fixed tiles computes the matrix products of torch: mm, bmm, mv, addmm, baddbmm and addmv,
-    hence nn.Linear, F.linear, matmul, @ and einsum. The same holds for gradients that are not summed over
-    rows, if backward() is called within the context, too. It costs time, and compiled functions run
-    eagerly. The context belongs to the thread. docs/batch_invariance.md lists what holds.
+    hence nn.Linear, F.linear, matmul, @ and einsum. The same holds for gradients that are not
+    summed over rows, if backward() is called within the context, too. It costs time, and compiled
+    functions run eagerly. The context belongs to the thread. docs/batch_invariance.md lists what
+    holds.
 
     Raises RuntimeError for a call that the kernels cannot run: all calls on a CPU, except in
     Triton's interpreter.

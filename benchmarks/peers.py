@@ -52,10 +52,12 @@ PACKAGES = {
 }
 ON_CACHES = ["paged", "unsplit", "read"]
 ON_GPU = dict.fromkeys(
-    ["packed", "split", "cudnn", "flash", "efficient", "addmm_activation", *PACKAGES, *ON_CACHES],
+    ["packed", "cudnn", "flash", "efficient", "addmm_activation", *PACKAGES, *ON_CACHES],
     "needs a GPU",
 ) | {
-    "triton": "needs a GPU: the speed of the interpreter means nothing",
+    **dict.fromkeys(
+        ["triton", "batch_invariant"], "needs a GPU: the speed of the interpreter means nothing"
+    ),
     "compile": "is compared on a GPU alone",
     "flex": "flex_attention has no gradient on a CPU",
 }

@@ -26,7 +26,8 @@ from benchmarks.gpu import journal
 
 RESULTS = ROOT / "benchmarks" / "results"
 
-OURS = ("auto", "reference", "triton", "packed", "paged", "unsplit", "read")  # and what is no peer
+# This package, and what is no peer. `usual` is the peer of `batch_invariant`.
+OURS = ("auto", "reference", "triton", "packed", "paged", "unsplit", "read", "batch_invariant")
 CAPTURED = "CUDA graph"  # how a time on a GPU is taken, where it can be
 COLUMNS = ("ms", "TFLOP/s", "GB/s", "tokens/s", "MiB", "x torch", "x best", "roofline")
 LEGEND = [

@@ -32,10 +32,11 @@ class batch_invariant:
 
     Attention to cached keys runs the kernel of the prefill, with the same tiles in the same order;
     all tiles are those of the tables, without the measurements of `fastformer tune`; and one kernel
-    with fixed tiles computes the matrix products of torch: mm, bmm, mv, addmm and baddbmm, hence
-    nn.Linear, F.linear, matmul, @ and einsum. The same holds for gradients that are not summed over
-    rows, if backward() is called within the context, too. It costs time, and compiled functions run
-    eagerly. The context belongs to the thread. docs/batch_invariance.md lists what holds.
+    with fixed tiles computes the matrix products of torch: mm, bmm, mv, addmm, baddbmm and addmv,
+    hence nn.Linear, F.linear, matmul, @ and einsum. The same holds for gradients that are not
+    summed over rows, if backward() is called within the context, too. It costs time, and compiled
+    functions run eagerly. The context belongs to the thread. docs/batch_invariance.md lists what
+    holds.
 
     Raises RuntimeError for a call that the kernels cannot run: all calls on a CPU, except in
     Triton's interpreter.
@@ -82,7 +83,15 @@ class _Products(TorchDispatchMode):
         if func._overloadname == "dtype":
             *args, dtype = args
         found = formula(*args, **kwargs, dtype=dtype)
-        return found if out is None else out.resize_(found.shape).copy_(found)
+        in_place = func.overloadpacket.__name__.endswith("_")
+        if out is None and not in_place:
+            return found
+        out = first if in_place else out
+        fits = (out.dtype, out.device) == (found.dtype, found.device)
+        if not fits or (in_place and out.shape != found.shape):
+            given, wanted = (f"{list(x.shape)} {x.dtype} on {x.device}" for x in (out, found))
+            raise RuntimeError(f"batch_invariant() cannot write {wanted} to {given}")
+        return out.resize_(found.shape).copy_(found)
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: Any = None) -> Tensor:
@@ -103,7 +112,8 @@ def _added(
     """Compute beta input + alpha a b, rounded once."""
     if beta == alpha == 1 and input.shape == b.shape[-1:]:
         return _product(a, b, input, dtype)
-    wide = _product(a, b, None, torch.promote_types(a.dtype, torch.float32)) * alpha
+    wide = _product(a, b, None, torch.promote_types(a.dtype, torch.float32))
+    wide = wide * alpha if alpha != 0 else torch.zeros_like(wide)  # also where the product is NaN
     if beta != 0:
         wide = wide + beta * input.to(wide.dtype).expand_as(wide)
     return wide.to(dtype or a.dtype)
@@ -113,11 +123,15 @@ def _of_vector(a: Tensor, x: Tensor, dtype: Any = None) -> Tensor:
     return _product(a, x.unsqueeze(1), None, dtype).squeeze(1)
 
 
+def _added_of_vector(input: Tensor, a: Tensor, x: Tensor, **options: Any) -> Tensor:
+    return _added(input.unsqueeze(-1), a, x.unsqueeze(1), **options).squeeze(1)
+
+
 _aten = torch.ops.aten
 _FORMULAS: dict[Any, Callable[..., Tensor]] = {
     _aten.mm: _product,
     _aten.bmm: _product,
     _aten.mv: _of_vector,
-    _aten.addmm: _added,
-    _aten.baddbmm: _added,
+    **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm, _aten.baddbmm_), _added),
+    **dict.fromkeys((_aten.addmv, _aten.addmv_), _added_of_vector),
 }

@@ -60,6 +60,8 @@ def test_products(kernels, random, dtype, k):
         "bmm": (lambda x: torch.bmm(x.expand(3, *x.shape), b), x),
         "baddbmm": (lambda x: torch.baddbmm(b[:, :1], x.expand(3, *x.shape), b), x),
         "mv": (lambda x: torch.mv(x, b[0, :, 0]), x),
+        "addmv": (lambda x: torch.addmv(b[0, 0, :1], x, b[0, :, 0], beta=0.5, alpha=2), x),
+        "addmm_": (lambda x: b.new_ones(len(x), 21).addmm_(x, b[0], beta=3), x),
     }
     assert len(a) == len(b)
     for name, (function, x) in calls.items():
@@ -115,9 +117,29 @@ def test_products_into_a_tensor(kernels, random):
             x.to(torch.complex64) @ w.to(torch.complex64)
 
 
+@pytest.mark.parametrize("alpha, beta", [(0, 1), (0, 0), (0, 0.5), (2, 0), (1, 1)])
+def test_factors_of_zero(kernels, random, alpha, beta):
+    """As in torch, a NaN of what has the factor 0 does not count."""
+    nan = float("nan")
+    x, w = random(5, 7).fill_(nan if alpha == 0 else 1), random(7, 4)
+    input = random(4).fill_(nan) if beta == 0 else random(4)
+    given = dict(alpha=alpha, beta=beta)
+    calls = {
+        "addmm": lambda: torch.addmm(input, x, w, **given),
+        "addmv": lambda: torch.addmv(input[:1], x, w[:, 0], **given),
+        "addmm_": lambda: input.expand(5, 4).contiguous().addmm_(x, w, **given),
+    }
+    for name, call in calls.items():
+        want = call()
+        assert want.isfinite().all()
+        with ff.batch_invariant():
+            torch.testing.assert_close(call(), want, msg=name)
+
+
 def test_wrong_products_raise(kernels, random):
     """As in torch; the kernel itself would read past the end."""
     x, w, b = random(5, 7), random(7, 4), random(3, 7, 4)
+    wide = torch.empty(5, 4, dtype=torch.float64, device=x.device)
     wrong = {
         "K": lambda: x @ w[:6],
         "vector": lambda: torch.mv(x, w[:6, 0]),
@@ -125,6 +147,10 @@ def test_wrong_products_raise(kernels, random):
         "dtype": lambda: torch.mm(x, w.double()),
         "bias": lambda: torch.addmm(b[0, :3], x, w),
         "dimensions": lambda: torch.addmm(random(2, 5, 4), x, w),
+        "dtype of out": lambda: torch.mm(x, w, out=wide),
+        "device of out": lambda: torch.mm(x, w, out=torch.empty(5, 4, device="meta")),
+        "dtype in place": lambda: wide.addmm_(x, w),
+        "shape in place": lambda: random(4).addmm_(x, w),
     }
     for name, call in wrong.items():
         for context in (nullcontext(), ff.batch_invariant()):

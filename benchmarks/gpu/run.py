@@ -160,7 +160,7 @@ def on_gpu() -> dict[str, list[Part]]:
         figures("compiled-model", 150, "transformer", having("512", "compile"),
                 **compiles),
         figures("embedding", 30, "embedding", having("512|4096")),
-        figures("batch-invariance", 40, "batch_invariance"),
+        figures("batch-invariance", 60, "batch_invariance"),
     ]  # fmt: skip
     attention = r"^scaled_dot_product_attention bfloat16 .* backward$"
     gluon = [*COMMAND, "tune", "--minutes", "4", "--out", f"FOLDER/{GLUON}"]

@@ -240,6 +240,7 @@ for _arch in ("sm_90", "gfx942"):
     _variant(_base, "torch's GEMM", choices={"feed_forward first": "torch"})
 for _name in ("dropout_add_layer_norm bf16 N=1024", "feed_forward bf16 gelu, dropout"):
     _variant(f"sm_90 {_name}", "shard", shard=[512, 1024, 8192, 128, 4096])
+_variant("sm_90 decode bf16 D=128 one query, lengths", "batch-invariant", invariant=True)
 
 
 def _hopper(dims: Iterable[int], kinds: Iterable[str], row: str = "Gluon 128 128") -> None:

@@ -47,6 +47,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.proof import keys, sass
+from fastformer.batch_invariance import batch_invariant
 from fastformer.description import Attention, Shard, pack
 
 # The GPU that stands for each: target, row of the configuration tables, shared memory of a block.
@@ -363,7 +364,8 @@ def call_decode(case: dict[str, Any], recorder: Recorder) -> None:
         attention.paged_forward(*pack([query, *pages, table, options]), False)
     else:
         keys = (empty(1, groups, length, d, dtype=dtype) for _ in range(2))
-        attention.forward(*pack([query, *keys, options]), False)
+        with batch_invariant() if case.get("invariant") else contextlib.nullcontext():
+            attention.forward(*pack([query, *keys, options]), False)
 
 
 def rows(case: dict[str, Any], tensors: int, parameters: int) -> list[torch.Tensor]:

@@ -120,7 +120,8 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
         elements = tile.get("rows", 1) * outer * tiles
         unit = TILE if attention and record["products"] else 128
         if case["op"] == "decode" and record["products"]:
-            elements, unit = outer, 64
+            # Within `batch_invariant` each of the 4 heads of a group is a program of its own.
+            elements, unit = outer / (4 if kernel == "forward" else 1), 64
         loops = [loop for loop in record["loops"] if loop["tensor"] or not record["products"]]
         parts = _parts(case, loops, record["outstanding"])
         for i, (loop, part) in enumerate(zip(loops, parts)):

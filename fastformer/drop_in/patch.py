@@ -62,8 +62,9 @@ def accelerate(
     the Annotated Transformer: it recognizes them by their attributes (linears.0 .. 3 with h and
     d_k; a_2 and b_2; w_1 and w_2) and confirms them by comparing with a trial run of the original
     in float64. In the same way it replaces the RMSNorms, rotary positions and gated feed-forwards
-    of Hugging Face's models; and a model whose loss is the cross-entropy of its logits computes
-    it by `cross_entropy`. The layers of transformers whose source it knows, and an nn.Sequential
+    of Hugging Face's models; a sigmoid gate of the attention output, as in Qwen3-Next, runs on
+    `gated_activation`; and a model whose loss is the cross-entropy of its logits computes it by
+    `cross_entropy`. The layers of transformers whose source it knows, and an nn.Sequential
     that holds Linear, activation, dropout, Linear, run on `feed_forward`, `dropout_add_layer_norm`
     and `dropout_add_rms_norm`. Only the class of each module changes: parameters, buffers, hooks,
     state dict, signature and defaults stay.
@@ -80,7 +81,8 @@ def accelerate(
     - An output is contiguous where torch returns a transposed view.
     - A layer whose submodules have hooks calls them one by one; a hook on all modules
       (torch.nn.modules.module.register_module_forward_hook) does not see those that an op runs.
-    - A loss of Hugging Face's models, and their norms, round once, where theirs may round twice.
+    - A loss of Hugging Face's models, their norms and gates round once, where theirs may round
+      twice.
       The backward of that loss reads the logits: torch raises an error if they were changed.
     - The tutorial's attribute `attn`, the weights of the last call, is None afterwards.
 

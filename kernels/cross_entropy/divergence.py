@@ -248,6 +248,7 @@ def _by_chunks(arguments: tuple[Any, ...], rows: Tensor, g: Any, sums: Any, want
             _launch(student, logits, *given)
             if any(wanted):
                 accumulate(student, x[part], weight, sums, wanted, part)
+            del student, logits  # before the logits of the next chunk
 
 
 def _count(mask: Tensor | None, input: Tensor, like: Tensor) -> Tensor:

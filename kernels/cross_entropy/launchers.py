@@ -422,6 +422,7 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
             loss.loss(logits, flat[part], rows[part], lse[part], *more, of_rows)
             if any(wanted):
                 accumulate(logits, x[part], linear_weight, sums, wanted, part)
+            del logits, more  # before the logits of the next chunk
     found = rows.new_empty(0) if entropy is None else entropy.view(target.shape)
     return reduced(rows, totals, target.shape, reduction), found, lse, totals, *sums
 
@@ -477,6 +478,7 @@ def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linea
                 more = logits, totals, weight, of_rows
                 loss.gradient(logits, flat[part], lse[part], g[part], *more)
                 accumulate(logits, x[part], linear_weight, sums, needs, part)
+                del logits, more
         sums = sums if unit is None else [x * unit for x in sums]
     likes = zip(sums, (input, linear_weight, linear_bias), needs)
     return tuple(total.to(x.dtype) if need else input.new_empty(0) for total, x, need in likes)

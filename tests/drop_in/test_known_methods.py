@@ -7,7 +7,6 @@ import functools
 import importlib
 import inspect
 import pickle
-import textwrap
 import types
 
 import compare_models
@@ -23,7 +22,7 @@ from fastformer.drop_in.replacements import known_methods, sublayers
 from fastformer.ops.feed_forward.reference import ACTIVATIONS
 
 transformers = pytest.importorskip("transformers", "5.17")
-from tiny_models import Tiny  # noqa: E402
+from tiny_models import Tiny, edited  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 ff.register_transformers()
@@ -628,18 +627,6 @@ def test_planted_changes_of_the_source(change, tmp_path, monkeypatch):
         check(layer, ops)
         ff.restore(layer)
     check(layer_of(make), BOTH)
-
-
-def edited(method, old, new, folder):
-    """A function of another source, in the module of the method."""
-    method = inspect.unwrap(method)
-    source = textwrap.dedent(inspect.getsource(method))
-    assert source.count(old) == 1
-    file = folder / "edited.py"
-    file.write_text(source.replace(old, new))
-    names = dict(method.__globals__)
-    exec(compile(file.read_text(), str(file), "exec", dont_inherit=True), names)
-    return names[method.__name__]
 
 
 def test_a_class_of_two_calls(tmp_path, monkeypatch):

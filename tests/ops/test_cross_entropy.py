@@ -3,6 +3,7 @@ float64, and against torch's own and the tutorials' loss.
 """
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -568,6 +569,38 @@ def test_the_logits_are_never_there(device, monkeypatch):
         assert len(seen) == 7  # nothing is computed again
         with torch.no_grad():
             ff.linear_cross_entropy(**x, target=target)
+
+
+@pytest.mark.parametrize(
+    "op, products", [("mean", 7), ("none", 14), ("entropy", 14), ("linear_kl_div", 28)]
+)
+def test_one_chunk_at_a_time(device, monkeypatch, op, products):
+    """The logits of a chunk are freed before those of the next one are computed."""
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
+    monkeypatch.setattr(kernels, "CHUNK", 8)
+    product, made, held = F.linear, [], []
+
+    def counted(*given):
+        held.append(sum(x() is not None for x in made))
+        out = product(*given)
+        made.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(F, "linear", counted)
+    x = {n: t.requires_grad_() for n, t in linear(50, 8, 40, device=device).items()}
+    target = targets(50, classes=40, device=device)
+    with use_backend("triton"):
+        if op == "linear_kl_div":
+            teacher = torch.randn(50, 6, device=device), torch.randn(40, 6, device=device)
+            loss = ff.linear_kl_div(x["input"], x["linear_weight"], *teacher, reduction="none")
+        else:
+            options = dict(reduction="none" if op == "none" else "mean")
+            loss = ff.linear_cross_entropy(
+                **x, target=target, return_entropy=op == "entropy", **options
+            )
+        sum(y.sum() for y in (loss if isinstance(loss, tuple) else [loss])).backward()
+    assert len(held) == products  # in 7 chunks, of student and teacher, again in the backward
+    assert max(held) == (op == "linear_kl_div")  # of the student beside the teacher
 
 
 def test_kernels_that_are_launched(device, monkeypatch, work):

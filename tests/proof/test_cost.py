@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks import ROOT
 from benchmarks.proof import cases, cost, sass
 
 # A loop that starts behind the copies, and the wait behind EXIT that is none.
@@ -380,3 +381,22 @@ def test_the_table_of_loops_adds_up():
             issued = {e.kernel: e.issue for e in case if e.part == part}
             assert int(n) == round(issued["backward_dkdv"] + issued["backward_dq"])
     assert cells["forward in Gluon"][2] == "100% / 100%"
+
+
+def test_the_cost_of_batch_invariance_on_its_page():
+    """docs/batch_invariance.md has the figures of the ledger."""
+    entries = cost.read(cases.Table.read())
+    name = "sm_90 decode bf16 D=128 one query, lengths"
+    usual = next(e for e in entries[name] if e.kernel == "split")
+    ours = entries[f"{name}, batch-invariant"][0]  # the loop of whole tiles
+    loops = [e for e in entries["sm_90 product bf16 D=1024"] if e.part == "loop"]
+    page = (ROOT / "docs" / "batch_invariance.md").read_text()
+    for pair in (
+        (f"{usual.issue:.0f}", f"{ours.issue:.0f}"),
+        (f"{usual.products:g}", f"{ours.products:g}"),
+        (f"{usual.moved:,.0f}", f"{ours.moved:,.0f}"),
+        (f"{usual.in_flight:.0f}", f"{ours.in_flight:.1f}"),
+    ):
+        assert " | ".join(["", *pair, ""]).strip() in page
+    slots = [128 * 128 / 128 * e.issue for e in loops]  # of a tile of 128 x 128, and 64 features
+    assert f"takes {slots[0]:.0f} issue slots" in page and f"and {slots[1]:.0f} where" in page

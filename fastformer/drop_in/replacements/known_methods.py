@@ -279,13 +279,19 @@ def digest(method: FunctionType) -> str | None:
     return _digest(method.__code__)
 
 
-@functools.cache
-def _digest(code: CodeType) -> str | None:
+def definition_of(code: CodeType) -> ast.FunctionDef | None:
+    """Return the syntax tree of a function, or None if its source cannot be read."""
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
-    if not isinstance(definition, ast.FunctionDef):
+    return definition if isinstance(definition, ast.FunctionDef) else None
+
+
+@functools.cache
+def _digest(code: CodeType) -> str | None:
+    definition = definition_of(code)
+    if definition is None:
         return None
     for node in ast.walk(definition.args):
         if isinstance(node, ast.arg):

@@ -171,12 +171,13 @@ def gated_activation(
     limit: float | None = None,
     offset: float = 0.0,
 ) -> Tensor:
-    """Compute f(gate) * value, elementwise: what lies between the GEMMs of a gated feed-forward
-    layer whose weights are not joined, or are no plain weights (adapters, quantized weights).
+    """Compute f(g) (v + offset), elementwise, with g = min(gate, limit) and
+    v = min(max(value, -limit), limit); by default it is f(gate) * value.
 
-    With "sigmoid" it is the gate of an attention output. With alpha = 1.702, limit = 7 and
-    offset = 1 it is the clamped SwiGLU of gpt-oss,
-    g sigmoid(alpha g) (v + offset), g = min(gate, limit), v = min(max(value, -limit), limit).
+    This is what lies between the GEMMs of a gated feed-forward layer, for layers whose projections
+    are separate modules or have adapters or quantized weights. With "sigmoid" it is the gate of an
+    attention output. With alpha = 1.702, limit = 7 and offset = 1 it is the clamped SwiGLU of
+    gpt-oss.
 
     One kernel computes it and one kernel both gradients, from gate and value, which are saved.
 
@@ -184,10 +185,9 @@ def gated_activation(
         gate, value: [..., d_ff], float32, float16, bfloat16 or float64, of one shape and dtype, any
             strides: the halves of a joined product are read where they lie.
         activation: "silu", "gelu", "gelu_tanh", "relu", "sigmoid" or "relu2", the square of relu.
-        alpha: silu is gate sigmoid(alpha gate); 1 for the other activations.
-        limit: a number above 0, or None: gate is at most limit, and value is clamped to
-            [-limit, limit]. The gradient of what lies outside is 0.
-        offset: a number that is added to value, after the limit.
+        alpha: silu is g sigmoid(alpha g). 1 for the other activations.
+        limit: a positive number, or None for no limit. Elements beyond it have gradient 0.
+        offset: a number that is added to v.
 
     Returns:
         [..., d_ff] in the dtype of gate, computed in float32 (float64 for float64).

@@ -53,11 +53,10 @@ def cross_entropy(
     `linear_cross_entropy` computes the logits too, and never holds them all. For class
     probabilities as the target, use torch.nn.functional.cross_entropy.
 
-    In eager mode, the kernel for "mean" writes the gradient of the logits together with the loss,
-    for a gradient of the loss of 1; not in float16, where losses are scaled, and not with
-    return_entropy. The backward returns
-    that tensor, and reads the logits again only if the gradient of the loss is not 1 or the graph
-    is retained.
+    For "mean", in eager mode, the kernel writes the gradient of the logits together with the loss.
+    The backward returns it as it is if the gradient of the loss is 1. It reads the logits again if
+    that is another number, if the graph is retained, in float16, where losses are scaled, and with
+    return_entropy.
 
     Args:
         logits: [..., V], float32, float16, bfloat16 or float64, any strides.
@@ -74,12 +73,12 @@ def cross_entropy(
         weight: [V], the weights w of the classes, of any floating dtype; None for 1. It gets no
             gradient. "mean" then divides by the sum of w over the targets, as in torch.
         z_loss: adds z_loss * logsumexp(logits)^2 to each row that is not ignored, which keeps the
-            logits from drifting. It has no class weight, and its mean is over the rows.
-        softcap: a positive number s, with which s * tanh(logits / s) takes the place of the logits,
-            or None.
-        temperature: a positive number that divides the logits, after the softcap.
-        return_entropy: if True, the entropy of softmax(logits) of each row is returned as well,
-            after softcap and temperature. It has a gradient.
+            logits from drifting. Class weights do not apply to it: "mean" divides it by the number
+            of rows that are not ignored.
+        softcap: a positive number s, which replaces the logits by s * tanh(logits / s), or None.
+        temperature: a positive number, by which the logits are divided after the softcap.
+        return_entropy: if True, also return the entropy of softmax(logits) of each row, with the
+            softcap and the temperature, but without weight and smoothing. It has a gradient.
 
     Returns:
         A scalar, or [...] for "none", in the dtype of the logits, summed in float32 (float64 for

@@ -158,7 +158,7 @@ def what_is_found(call, *edits, seed=0):
     return ""
 
 
-@pytest.mark.parametrize("bug", [None, *FAULTS])
+@pytest.mark.parametrize("bug", [pytest.param(None, marks=pytest.mark.with_all), *FAULTS])
 def test_planted_faults(bug):
     if bug is None:
         assert [what_is_found(call) for call in SHOWN] == [""] * len(SHOWN)

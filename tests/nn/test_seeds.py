@@ -189,7 +189,7 @@ def test_under_checkpointing(make, use_reentrant, backend):
     ids=lambda f: f.__name__,
 )
 def test_under_compile(make, backend):
-    """From one seed the compiled model draws what the eager one draws, and other masks each time."""
+    """The compiled model draws what the eager one draws, and new masks in each call."""
     torch.manual_seed(0)
     model, given = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -34,7 +34,7 @@ import fastformer as ff
 from fastformer.dispatch import autograd, backends
 from fastformer.ops import functional
 
-CASES = 50  # of an op, in each run
+CASES = 30  # of an op, in each run
 SLOW = 2000  # with --slow; a fifth of it on the interpreted kernels
 STEP = 1e-30  # of the derivative by a complex step
 

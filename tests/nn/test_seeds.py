@@ -149,7 +149,15 @@ def test_a_site_does_not_depend_on_the_others(monkeypatch):
 
 @pytest.mark.sample
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("make", [translation, stack, layer, accelerated], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [
+        stack,
+        layer,
+        *(pytest.param(f, marks=pytest.mark.with_all) for f in (translation, accelerated)),
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_under_checkpointing(make, use_reentrant, backend):
     torch.manual_seed(0)
     model, given = make()
@@ -184,7 +192,7 @@ def test_under_checkpointing(make, use_reentrant, backend):
     "make",
     [
         accelerated_layer,
-        *(pytest.param(f, marks=pytest.mark.with_all) for f in (translation, rotary, accelerated)),
+        *(pytest.param(f, marks=pytest.mark.with_all) for f in (translation, rotary)),
     ],
     ids=lambda f: f.__name__,
 )

@@ -99,9 +99,15 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in left_out]
 
 
-def pytest_collection_finish():
-    """Keep all that was imported out of the garbage collection, and of the memory of forks."""
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """Collect no garbage while all is imported, and leave it out from then on: it is looked through
+    each time, and copied in each forked process.
+    """
+    gc.disable()
+    yield
     gc.freeze()
+    gc.enable()
 
 
 def _leave_out_cases(cases):

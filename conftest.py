@@ -2,6 +2,7 @@
 shared fixtures.
 """
 
+import gc
 import itertools
 import os
 import sys
@@ -48,14 +49,21 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_ignore_collect(collection_path, config):
-    """`pytest` runs tests/, `pytest --benchmark-only` runs benchmarks/. A path given by hand is
-    never ignored.
+    """`pytest` runs tests/ without the tools, `pytest --benchmark-only` runs benchmarks/. A path
+    given by hand is never ignored.
 
     (pytest asks only about what lies below the starting points, so `testpaths` must not list the
     two.)
     """
     only = config.getoption("benchmark_only", False)
-    return True if collection_path == ROOT / ("tests" if only else "benchmarks") else None
+    path = collection_path.relative_to(ROOT).as_posix()
+    if path == ("tests" if only else "benchmarks"):
+        return True
+    return True if not config.getoption("all") and path.endswith(".py") and _is_tool(path) else None
+
+
+def _is_tool(path):
+    return path.startswith(TOOLS) and "test_gpu_path" not in path
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,7 +76,7 @@ def pytest_collection_modifyitems(config, items):
         config.collected[item.nodeid.partition("::")[0]].add(item.nodeid)
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if item.nodeid.startswith(TOOLS) and "test_gpu_path" not in item.nodeid:
+        if _is_tool(item.nodeid):
             item.add_marker(pytest.mark.tools)
             item.add_marker(pytest.mark.with_all)
         if item.nodeid.startswith("benchmarks/"):
@@ -89,6 +97,17 @@ def pytest_collection_modifyitems(config, items):
         left_out = {item for item in items if any(map(item.get_closest_marker, marks))}
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """Collect no garbage while all is imported, and leave it out from then on: it is looked through
+    each time, and copied in each forked process.
+    """
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def _leave_out_cases(cases):

@@ -106,7 +106,14 @@ ARGUMENTS = {
     "cross_entropy sum": lambda r: ((r(3, 5), r.classes(4, 2, 0)), {"reduction": "sum"}),
     "linear_cross_entropy": lambda r: (
         (r(1, 3, 5), r(6, 5), r.classes(4, 2, 0).view(1, 3)),
-        {"linear_bias": r(6), "ignore_index": 2, "label_smoothing": 0.2, "smoothing": "kl"},
+        {
+            "linear_bias": r(6),
+            "weight": torch.rand(6, device=r.device),
+            "ignore_index": 2,
+            "label_smoothing": 0.2,
+            "smoothing": "kl",
+            "z_loss": 0.1,
+        },
     ),
     "linear_cross_entropy none": lambda r: (
         (r(3, 5), r(6, 5), r.classes(4, 2, 0)),
@@ -115,6 +122,10 @@ ARGUMENTS = {
     "linear_kl_div": lambda r: (
         (r(3, 5), r(6, 5), r(3, 4).detach(), r(6, 4).detach()),
         {"linear_bias": r(6), "temperature": 0.5, "softcap": 4.0},
+    ),
+    "linear_kl_div reverse": lambda r: (
+        (r(3, 5), r(6, 5), r(3, 4).detach(), r(6, 4).detach()),
+        {"reverse": True, "softcap": 4.0, "reduction": "none"},
     ),
     "feed_forward": lambda r: (
         (r(3, 4), r(6, 4), r(6), r(5, 6), r(5), "gelu", 0.25),
@@ -249,6 +260,7 @@ def test_without_a_gradient_no_graph_is_made(backend, device, monkeypatch):
             assert op(x).is_inference()
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("name", [n for n in SMALL if n != "feed_forward relu"])
 def test_double_backward(device, name):
     """Under create_graph=True a kernel's gradient is that of the reference, which gradgradcheck

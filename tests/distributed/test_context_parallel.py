@@ -15,10 +15,10 @@ from fastformer.distributed.context_parallel import Merged
 HEADS, ROWS, CUTS = 2, 24, (0, 7, 16, 24)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.with_slow), 4])
-def test_context_parallel_attention(tmp_path, world):
-    """Outputs, lse and gradients, in each case of context_checks.py."""
-    run(tmp_path, world, "context")
+@pytest.mark.with_slow
+def test_context_parallel_attention(tmp_path):
+    """On two processes, which also run the kernels; test_parallel.py has four."""
+    run(tmp_path, 2, "context")
 
 
 @pytest.mark.with_all
@@ -26,11 +26,6 @@ def test_context_parallel_attention(tmp_path, world):
 def test_context_parallel_models(tmp_path, world):
     """Losses and gradients of models whose sequences are sharded, and of the copy task."""
     run(tmp_path, world, "context_model", "context_copy_task")
-
-
-def test_context_parallel_seeds_edges_and_refusals(tmp_path):
-    checks = "seed", "refusals", "order", "one_row", "no_keys", "within", "copy_task", "edges"
-    run(tmp_path, 2, *(f"context_{check}" for check in checks))
 
 
 def of_the_whole(inputs, described, grads):

@@ -41,9 +41,11 @@ def run(folder, world, *checks, fails=0):
     assert len(found) == (world - fails) * len(checks), errors
 
 
-def test_attention_as_dtensors(tmp_path):
-    """Over each of its dimensions, on both backends: outputs, placements and gradients."""
-    run(tmp_path, 4, "attention", "other_attention")
+def test_attention_in_four_processes(tmp_path):
+    """As DTensors, over each of its dimensions, on both backends: outputs, placements and
+    gradients. By context_parallel: outputs, lse and gradients, in each case of context_checks.py.
+    """
+    run(tmp_path, 4, "attention", "other_attention", "context")
 
 
 @pytest.mark.with_all
@@ -79,20 +81,24 @@ def test_copy_task(tmp_path):
 @pytest.mark.with_all
 def test_death_and_resumption(tmp_path):
     """A rank that dies ends the job, and the run goes on from its last checkpoint: of FSDP2 on two
-    processes, by tensor parallelism on four, on shards of sequences on two, and on one.
+    processes, by tensor parallelism on four, on shards of sequences on two, and on one. The newest
+    checkpoint that can be read is taken.
     """
+    run(tmp_path, 2, "damaged_checkpoints")
     run(tmp_path, 2, "dies", fails=1)
     for world in (4, 2, 1):
         run(tmp_path, world, "resumes")
 
 
 def test_in_two_processes(tmp_path):
-    """The newest checkpoint that can be read is taken. DDP and FSDP2 on halves of a batch, and of
-    packed batches. A training step of each method sends what it has to, and no more. DTensors of
-    few tokens, of any strides and on one device.
+    """DDP and FSDP2 on halves of a batch, and of packed batches. A training step of each method
+    sends what it has to, and no more. DTensors of few tokens, of any strides and on one device.
+    The seeds, edges and refusals of context_parallel.
     """
-    models = "damaged_checkpoints", "data_parallel", "packed_batches", "bytes_sent"
-    run(tmp_path, 2, *models, "no_targets", "any_strides", "one_device", "gated_halves")
+    models = "data_parallel", "packed_batches", "bytes_sent"
+    tensors = "no_targets", "any_strides", "one_device", "gated_halves"
+    context = "seed", "refusals", "order", "one_row", "no_keys", "within", "copy_task", "edges"
+    run(tmp_path, 2, *models, *tensors, *(f"context_{check}" for check in context))
 
 
 def torchrun(*words):

@@ -149,7 +149,15 @@ def test_a_site_does_not_depend_on_the_others(monkeypatch):
 
 @pytest.mark.sample
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("make", [translation, stack, layer, accelerated], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [
+        stack,
+        layer,
+        *(pytest.param(f, marks=pytest.mark.with_all) for f in (translation, accelerated)),
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_under_checkpointing(make, use_reentrant, backend):
     torch.manual_seed(0)
     model, given = make()
@@ -182,10 +190,14 @@ def test_under_checkpointing(make, use_reentrant, backend):
 
 @pytest.mark.parametrize(
     "make",
-    [translation, rotary, accelerated_layer, pytest.param(accelerated, marks=pytest.mark.with_all)],
+    [
+        accelerated_layer,
+        *(pytest.param(f, marks=pytest.mark.with_all) for f in (translation, rotary)),
+    ],
     ids=lambda f: f.__name__,
 )
 def test_under_compile(make, backend):
+    """The compiled model draws what the eager one draws, and new masks in each call."""
     torch.manual_seed(0)
     model, given = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -196,6 +208,8 @@ def test_under_compile(make, backend):
             results.append(run(*given))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(results[2], results[1], rtol=0, atol=0)
+    with use_backend(backend):
+        assert not torch.equal(compiled(*given), results[2])
 
 
 def test_an_explicit_seed_stays():

@@ -50,18 +50,6 @@ def test_compiled(backend, device):
     torch.testing.assert_close(whole(*inputs), model(*inputs), atol=1e-5, rtol=1e-4)
 
 
-def test_compiled_with_dropout(backend, device):
-    """From one seed the compiled model draws what the eager one draws."""
-    model, batch = model_and_batch(device, dropout=0.3)
-    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
-    inputs = batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
-    torch.manual_seed(3)
-    want = model(*inputs)
-    torch.manual_seed(3)
-    torch.testing.assert_close(whole(*inputs), want, atol=1e-5, rtol=1e-4)
-    assert not torch.equal(whole(*inputs), whole(*inputs))
-
-
 def test_autocast_over_float32_weights(backend, device):
     """bfloat16 inside, float32 weights, gradients and loss; it trains."""
     torch.manual_seed(0)
@@ -74,9 +62,9 @@ def test_autocast_over_float32_weights(backend, device):
     assert 0 < abs(low[0] - exact[0]) < 0.03 * exact[0]
     for a, b in zip(low[1:], exact[1:]):
         assert (a - b).norm() < 0.1 * b.norm() + 1e-3
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(6):
+    for _ in range(3):
         with torch.autocast(device.type, torch.bfloat16):
             loss, *grads = step(model, batch)
         for p, g in zip(model.parameters(), grads):

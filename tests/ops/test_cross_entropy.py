@@ -328,22 +328,6 @@ def test_weights_and_z_loss_hold_the_logits_of_a_few_rows(monkeypatch, reduction
         assert problem is None, problem
 
 
-def test_second_derivatives_of_weights_and_z_loss():
-    x, w, b = (
-        torch.randn(*n, dtype=torch.double, requires_grad=True) for n in ((4, 3), (5, 3), (5,))
-    )
-    target, weight = targets(4, classes=5), torch.rand(5)
-
-    def loss(x, w, b):
-        return ff.linear_cross_entropy(
-            x, w, target, linear_bias=b, weight=weight, z_loss=0.1, smoothing="kl",
-            label_smoothing=0.2,
-        )  # fmt: skip
-
-    assert torch.autograd.gradcheck(loss, (x, w, b))
-    assert torch.autograd.gradgradcheck(loss, (x, w, b))
-
-
 def test_gradients_of_a_mean_over_many_rows_do_not_underflow_in_float16():
     rows, classes = 4096, 64
     x = torch.randn(rows, 8).half().requires_grad_()
@@ -758,15 +742,6 @@ def test_gradients_that_are_not_written_ahead(device):
             options = "mean", -100, 0.0, "uniform", None, 0.0, None, 1.0, False
             found = kernels.forward(x.float(), target, *options, False)
         assert found[-1].numel() == 0
-
-
-def test_second_derivatives_of_a_mean(device):
-    """With the gradient written ahead, which the reference then replaces."""
-    target = targets(3, classes=5, device="cpu")
-    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    with use_backend("triton"):
-        assert torch.autograd.gradcheck(lambda x: ff.cross_entropy(x, target), x)
-        assert torch.autograd.gradgradcheck(lambda x: ff.cross_entropy(x, target), x)
 
 
 def test_a_checkpoint_keeps_no_gradient(device):

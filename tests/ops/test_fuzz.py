@@ -26,6 +26,7 @@ from calls import (
     outputs_of,
     paged_attention,
     rms_norm,
+    scaled_dot_product_attention,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -34,7 +35,7 @@ import fastformer as ff
 from fastformer.dispatch import autograd, backends
 from fastformer.ops import functional
 
-CASES = 50  # of an op, in each run
+CASES, OF_ATTENTION = 30, 45  # of an op, in each run; of the one with the most options
 SLOW = 2000  # with --slow; a fifth of it on the interpreted kernels
 STEP = 1e-30  # of the derivative by a complex step
 
@@ -160,7 +161,8 @@ def test_fuzz(case, backend, device, small_tiles, request):
     fresh = request.config.getoption("slow")
     start = np.random.SeedSequence().entropy if fresh else zlib.crc32(case.__name__.encode())
     in_tiles = backend == "triton" and device.type == "cpu"
-    for n in range((SLOW if backend == "reference" else SLOW // 5) if fresh else CASES):
+    count = OF_ATTENTION if case is scaled_dot_product_attention else CASES
+    for n in range((SLOW if backend == "reference" else SLOW // 5) if fresh else count):
         draw = Draw([start, n], device)
         tiles = small_tiles(*draw.tiles) if in_tiles and draw.tiles else contextlib.nullcontext()
         short = backward_of_short(n) if in_tiles else contextlib.nullcontext()

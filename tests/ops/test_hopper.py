@@ -619,7 +619,7 @@ def what_is_found(call, *edits, **how):
     return ""
 
 
-@pytest.mark.parametrize("bug", [None, *FAULTS])
+@pytest.mark.parametrize("bug", [pytest.param(None, marks=pytest.mark.with_all), *FAULTS])
 def test_planted_faults(bug, request):
     """A fault is found with rings of two or of three slots; with --slow in two schedules."""
     for seed in range(1 + request.config.getoption("--slow")):

@@ -536,7 +536,7 @@ def what_is_found(kernel, call, *edits, slots, seed):
     return ""
 
 
-@pytest.mark.parametrize("bug", [None, *FAULTS])
+@pytest.mark.parametrize("bug", [pytest.param(None, marks=pytest.mark.with_all), *FAULTS])
 def test_planted_faults(bug):
     """A fault is found with rings of two or of three slots."""
     if bug is None:

@@ -270,16 +270,6 @@ def test_the_norm_is_of_the_sum_that_is_returned(backend, device, monkeypatch, d
         x |= {name: x[name] * 1e-4 for name in ("input", "residual")}
 
 
-def test_a_second_derivative_of_the_sum_before_rms_norm(backend):
-    x = [t.double().requires_grad_() for n, t in added(3, 5).items() if n != "bias"]
-
-    def call(*given):
-        return ff.dropout_add_rms_norm(*given, 0.3, 0.1, dropout_seed=1)
-
-    assert torch.autograd.gradcheck(call, x, atol=1e-4)
-    assert torch.autograd.gradgradcheck(call, x, atol=1e-4)
-
-
 def test_sum_without_a_bias_and_strided(backend, device, against_oracle):
     x = added(6, 40, device=device, bias=False)
     x["input"] = torch.randn(6, 80, device=device)[:, ::2]

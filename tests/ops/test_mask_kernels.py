@@ -350,7 +350,7 @@ def attend_documents(dense):
     return call
 
 
-@pytest.mark.parametrize("bug", [None, *LISTS])
+@pytest.mark.parametrize("bug", [pytest.param(None, marks=pytest.mark.with_all), *LISTS])
 def test_a_planted_bug_is_caught(against_oracle, small_tiles, plant_and_check, bug):
     from fastformer.kernels import attention
 

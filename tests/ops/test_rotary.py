@@ -144,20 +144,6 @@ def test_what_is_saved(device):
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_second_derivatives(backend, device, norm):
-    x = {n: t.double().requires_grad_() for n, t in heads(4, norm, device=device).items()}
-    table = angles(S, 4, device=device)
-
-    def function(*given):
-        return rotated(**dict(zip(x, given)), **table)
-
-    small = [t[..., :1, :] if t.dim() > 1 else t for t in x.values()]
-    table = {n: t[:1] for n, t in table.items()}
-    small = [t.detach().requires_grad_() for t in small]
-    assert torch.autograd.gradgradcheck(function, small, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("norm", [False, True])
 def test_one_output_alone(backend, device, norm):
     """Where nothing depends on the rotated query, its gradient is zero."""
     x, table = heads(16, norm, device=device), angles(S, 8, device=device)

@@ -248,13 +248,13 @@ def test_the_gradients_that_are_asked_for(device, kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_run_gives_the_same_bits(device, kernel, monkeypatch):
-    """Twenty times, in whatever order the programs run, and of whatever number they are."""
+    """Twenty times on a GPU; in whatever order the programs run, and of whatever number."""
     torch.manual_seed(3)
     x = qkv(device, sq=20, sk=40, h=4, g=4 if kernel == "tiny" else 2)
     options = dict(is_causal=True, key_lengths=torch.tensor([40, 30], device=device), **DROPOUT)
     with narrow(kernel):
         first, _ = gradients(x, kernel, **options)
-        for _ in range(20):
+        for _ in range(20 if torch.cuda.is_available() else 1):
             again, _ = gradients(x, kernel, **options)
             assert all(torch.equal(first[name], grad) for name, grad in again.items())
         if torch.cuda.is_available():

@@ -174,13 +174,17 @@ def test_calls_are_right(gpu, name):
 
 @pytest.mark.parametrize(
     "capability, sample",
-    [((8, 0), "attention, one gradient for all"), ((10, 0), "feed_forward, gelu")],
+    [
+        pytest.param((8, 0), "attention, one gradient for all", marks=pytest.mark.with_all),
+        ((10, 0), "feed_forward, gelu"),
+    ],
 )
 def test_launches_on_other_gpus(gpus, capability, sample, request):
     for name in cases.CASES if request.config.getoption("slow") else [sample]:
         gpus(*capability).right("case", name, compute=False)
 
 
+@pytest.mark.with_all
 def test_a_kernel_that_makes_descriptors(gpu):
     """Each launch gets memory for them, one that is remembered too."""
     launches = gpu.right("case", "attention, Gluon, lengths and dropout", compute=False)

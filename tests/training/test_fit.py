@@ -314,7 +314,7 @@ def test_a_run_that_stopped_anywhere_goes_on_to_the_same_bits(data, tmp_path):
     """In updates and in validations, more than once, with other batches read than trained."""
     want = run(tmp_path / "whole", data)
     assert want[0] and want[1]
-    for i, dies in enumerate([(2,), (7, 1), (10, 5, 6), (22, 3)]):
+    for i, dies in enumerate([(2, 7, 1), (22, 3)]):
         folder = tmp_path / str(i)
         for call in dies:
             with pytest.raises(Stopped):
@@ -333,7 +333,7 @@ def test_the_best_weights_and_the_patience_are_resumed(tmp_path):
                 raise Stopped
             return [1, 3, 2, 1, 9][scheduler.last_epoch // 7 - 1]
 
-        saved = ff.Checkpoints(folder, {"steps": 99}, 1)
+        saved = ff.Checkpoints(folder, {"steps": 99}, 5)
         result = ff.fit(
             model, lists(), optimizer=optimizer, scheduler=scheduler, epochs=5, metric=metric,
             patience=2, checkpoints=saved, progress=False,
@@ -376,7 +376,7 @@ def child(folder, seconds=None):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.with_slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.with_slow)])
 def test_kill_9(kills, tmp_path):
     """At moments drawn from the clock; each run is killed again while it resumes. A checkpoint is
     saved after each update.

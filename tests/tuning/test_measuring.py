@@ -149,21 +149,30 @@ def test_the_time_of_a_gpu_is_between_two_events_with_a_cold_cache(monkeypatch):
 # --------------------------------------------------------------------------------- the process
 
 
-def supervised(names, seconds=600.0, key=A, work=None, keep=lambda *_: None, silence=60.0):
-    work = work or Work(by_itself, silence=silence)
-    why = supervise(work, key, names, time.monotonic() + seconds, keep, tuning_worker.jobs)
+def supervised(names, seconds=600.0, keep=lambda *_: None, silence=60.0):
+    work = Work(by_itself, silence=silence)
+    why = supervise(work, A, names, time.monotonic() + seconds, keep, tuning_worker.jobs)
     return why, work
 
 
-@pytest.mark.parametrize("bad, reason", [
-    ("crashes", "it crashes: SIGABRT: the kernel is gone"),
-    ("hangs", "it hangs: it takes more than 5 s"),
-])  # fmt: skip
-def test_a_candidate_that_crashes_or_hangs_is_dropped_and_the_others_measured(bad, reason):
-    kept = []
-    why, work = supervised(f"good, {bad}, better", keep=lambda *x: kept.append(x), silence=5.0)
+def test_a_candidate_that_crashes_is_dropped_and_the_others_measured():
+    """A kernel in Gluon is tried in no other class: it would most likely cost as much time."""
+    kept, crashes, gluon = [], "crashes", "crashes @01234567"
+    given = f"good, {crashes}, {gluon}, better"
+    why, work = supervised(given, keep=lambda *x: kept.append(x))
+    reason = "it crashes: SIGABRT: the kernel is gone"
     assert why is None and kept == [(A, work.done[A])]
-    assert work.done[A] == ("better", {"good": 50.0, "better": 40.0}, {bad: reason})
+    dropped = {crashes: reason, gluon: reason}
+    assert work.done[A] == ("better", {"good": 50.0, "better": 40.0}, dropped)
+    elsewhere = {(None, gluon): f"in another class of calls {reason}"}
+    assert work.failed == {(A, name): reason for name in dropped} | elsewhere
+
+
+@pytest.mark.with_all
+def test_a_candidate_that_hangs_is_dropped():
+    _, work = supervised("good, hangs, better", silence=5.0)
+    assert work.done[A].choice == "better"
+    assert work.done[A].dropped == {"hangs": "it hangs: it takes more than 5 s"}
 
 
 def test_a_call_that_cannot_be_measured():
@@ -191,15 +200,6 @@ def test_a_process_ends_where_its_result_cannot_be_kept(monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         supervised("good", keep=keep)
     assert [process.poll() for process in started] == [0]
-
-
-def test_a_kernel_that_ends_the_process_is_tried_in_no_other_class():
-    """A hang costs three minutes of the time of a run, and would so in each class."""
-    _, work = supervised("good, crashes @01234567")
-    supervised("good, crashes @01234567", key=B, work=work)
-    why = "it crashes: SIGABRT: the kernel is gone"
-    assert work.done[A].dropped == {"crashes @01234567": why}
-    assert work.done[B].dropped == {"crashes @01234567": f"in another class of calls {why}"}
 
 
 # ------------------------------------------------------------------------------------- comparing

@@ -110,6 +110,7 @@ def having(*parameters: str) -> str:
 COMMAND = [sys.executable, "-m", "fastformer"]
 PEERS = r"torch|cudnn|flash|efficient|compile|liger|quack|flash-attn( 3)?|triton|packed|torch fused"
 CASES = r"plain-d\d+|causal-d\d+|padding\+dropout-d64"
+EPOCH = "torch|auto|cuda_graph"
 ON_CACHES = r"torch|cudnn|flash|efficient|flash-attn( 3)?|unsplit|triton|paged|read"
 MORE_CASES = r"padding-d64|bias-d64|padding\+dropout\+bias-d64|window-d64"
 FLEX_CASES = "plain-d64|causal-d64|padding-d64"
@@ -125,7 +126,7 @@ def on_gpu() -> dict[str, list[Part]]:
         tests("small-heads", 60, "tests/ops/test_sizes.py", SMALL, "--all"),
         tests("correctness", 130, "tests/ops/test_sizes.py", f"^(?!.*{SMALL})", "--all"),
         figures("attention", 90, "attention", having("4096", CASES, PEERS)),
-        figures("epoch", 60, "transformer", "epoch.*" + having("128|512", "torch|auto|cuda_graph")),
+        figures("epoch", 80, "transformer", "epoch.*" + having("128|256|512", EPOCH)),
         figures(
             "flex", 60, "attention", having("4096", "(plain|causal)-d128", "flex"), "--slow",
             **compiles,
@@ -157,8 +158,11 @@ def on_gpu() -> dict[str, list[Part]]:
             "--slow", **compiles,
         ),
         figures("generation", 120, "decode", "generation.*" + having("64|256|1024|4096")),
-        figures("compiled-model", 150, "transformer", having("512", "compile"),
-                **compiles),
+        figures("compiled-model", 150, "transformer", having("512", "compile"), **compiles),
+        figures(
+            "compiled-epoch", 150, "transformer", "epoch.*" + having("128|256", "compile"),
+            **compiles,
+        ),
         figures("embedding", 30, "embedding", having("512|4096")),
         figures("batch-invariance", 60, "batch_invariance"),
     ]  # fmt: skip

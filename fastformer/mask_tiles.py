@@ -101,9 +101,19 @@ class BlockMask:
         """Return the slot in `bits` of every tile, [B, H, R, C] int32."""
         return tile_slots(self.spans, self.lists, *self.shape[2:])
 
-    def dense(self) -> Tensor:
-        """Return the mask as a boolean tensor [B, H, Sq, Sk]."""
-        return dense_mask(*self.tensors, *self.shape[2:])
+    def dense(self, queries: slice = slice(None)) -> Tensor:
+        """Return the mask as a boolean tensor [B, H, Sq, Sk], or its rows of some queries: a step
+        of decoding at position t takes `dense(slice(t, t + 1))`.
+
+        Raises ValueError for a slice with a step.
+        """
+        begin, end, step = queries.indices(self.shape[2])
+        if step != 1:
+            raise ValueError(f"queries is {queries}; expected consecutive ones")
+        first = begin // ROWS
+        slots = self.slots()[:, :, first : -(-end // ROWS)]
+        rows = slice(begin - first * ROWS, max(begin, end) - first * ROWS)
+        return tile_elements(self.bits, slots)[:, :, rows, : self.shape[3]]
 
     def __getitem__(self, index: Any) -> BlockMask:
         spans = self.spans

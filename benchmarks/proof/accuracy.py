@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import os
 import re
@@ -100,11 +101,15 @@ def _qkv(
     return {"query": q, "key": k, "value": v, **{name: x() for name, x in more.items()}}
 
 
-def _packed(ill: bool, dtype: torch.dtype, lengths: Sequence[int], h: int, d: int) -> Tensors:
+def _packed(
+    ill: bool, dtype: torch.dtype, lengths: Sequence[int], h: int, d: int,
+    **more: Callable[[], Tensor],
+) -> Tensors:  # fmt: skip
     x = _qkv(ill, dtype, 1, h, sum(lengths), sum(lengths), d)
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     tokens = {name: t[0].transpose(0, 1).contiguous() for name, t in x.items()}
-    return {**tokens, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    given = {name: x() for name, x in more.items()}
+    return {**tokens, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, **given}
 
 
 def _paged(
@@ -205,7 +210,18 @@ _FORM = {"reduction": "none", "z_loss": 1e-3, "softcap": 30.0, "temperature": 0.
 _ENTROPY = {**_FORM, "return_entropy": True}
 _KL = {"reduction": "sum", "smoothing": "kl", "ignore_index": 0, "label_smoothing": 0.1}
 _CAUSAL = {"is_causal": True}
-_BLOCKS = {"blocks": lambda: torch.ones(300, 300, dtype=torch.bool).tril().triu(-90)}  # a window
+
+
+def _window(n: int, sinks: int = 0) -> Tensor:
+    """The mask of a causal window of 91 tokens, and the first `sinks`."""
+    near = torch.ones(n, n, dtype=torch.bool).tril().triu(-90)
+    near[:, :sinks] |= torch.ones(n, sinks, dtype=torch.bool).tril()
+    return near
+
+
+_BLOCKS = {"blocks": lambda: _window(300)}
+_HOLES = {"attn_mask": lambda: _window(300, 20)}
+_PACKED_BLOCKS = {"blocks": lambda: _window(264, 5)}
 
 CASES = [
     Case("scaled_dot_product_attention", "65x127, D 40", _qkv, (2, 2, 65, 127, 40)),
@@ -232,8 +248,16 @@ CASES = [
         partial(_qkv, **_BLOCKS), (1, 2, 300, 300, 64),
     ),
     Case(
+        "scaled_dot_product_attention", "300, D 64, mask with holes",
+        partial(_qkv, **_HOLES), (1, 2, 300, 300, 64),
+    ),
+    Case(
         "packed_attention", "63 + 1 + 100, D 64, causal", _packed, ((63, 1, 100), 2, 64),
         {"max_q": 100, "max_k": 100, **_CAUSAL},
+    ),
+    Case(
+        "packed_attention", "63 + 1 + 200, D 64, block mask",
+        partial(_packed, **_PACKED_BLOCKS), ((63, 1, 200), 2, 64), {"max_q": 200, "max_k": 200},
     ),
     Case(
         "paged_attention", "one query, pages of 64, D 64, grouped heads",
@@ -303,14 +327,15 @@ def _drop(x: Tensor, p: float, seed: int, batch_heads: int = 0) -> Tensor:
 
 def attention(
     query, key, value, bias=None, key_lengths=None, is_causal=False, enable_gqa=False,
-    dropout_p=0.0, dropout_seed=0, blocks=None,
+    dropout_p=0.0, dropout_seed=0, blocks=None, attn_mask=None,
 ):  # fmt: skip
     """Compute attention as the Annotated Transformer does, with masks of -inf."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
     scores = scores if bias is None else scores + bias
-    hidden = _hidden(query, key, key_lengths, is_causal) if blocks is None else ~blocks
+    shown = attn_mask if blocks is None else blocks
+    hidden = _hidden(query, key, key_lengths, is_causal) if shown is None else ~shown
     scores = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
     weights = scores.softmax(-1)
     if dropout_p:
@@ -330,11 +355,11 @@ def _hidden(query, key, key_lengths, is_causal):
 def _sdpa(backend):
     def run(
         query, key, value, bias=None, key_lengths=None, is_causal=False, enable_gqa=False,
-        dropout_p=0.0, dropout_seed=0, blocks=None,
+        dropout_p=0.0, dropout_seed=0, blocks=None, attn_mask=None,
     ):  # fmt: skip
         if dropout_p:
             raise RuntimeError("another dropout mask")
-        bias = bias if blocks is None else blocks
+        bias = next((x for x in (blocks, attn_mask) if x is not None), bias)
         mask = bias if key_lengths is None else ~_hidden(query, key, key_lengths, False)
         with sdpa_kernel(backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # why a backend cannot run
@@ -345,10 +370,16 @@ def _sdpa(backend):
     return run
 
 
-def _packed_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal=False):
-    sizes = cu_seqlens_q.diff().tolist()
-    parts = zip(*(x.transpose(0, 1).unsqueeze(0).split(sizes, 2) for x in (query, key, value)))
-    return torch.cat([attention(*p, is_causal=is_causal)[0].transpose(0, 1) for p in parts])
+def _packed_attention(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal=False, blocks=None
+):
+    outputs = []
+    for begin, end in itertools.pairwise(cu_seqlens_q.tolist()):
+        at = slice(begin, end)
+        heads = (x[at].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        shown = None if blocks is None else blocks[at, at]
+        outputs.append(attention(*heads, is_causal=is_causal, blocks=shown)[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def _paged_attention(
@@ -479,7 +510,7 @@ def _joined(function: Callable[..., Any], **inputs: Any) -> Tensor:
 
 def _ours(op: str) -> Callable[..., Tensor]:
     function = getattr(ff, op)
-    if op == "scaled_dot_product_attention":
+    if op in ("scaled_dot_product_attention", "packed_attention"):
         return partial(_with_block_mask, function)
     if op.endswith("cross_entropy"):
         return partial(_joined, function)

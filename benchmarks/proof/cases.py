@@ -144,7 +144,8 @@ _KINDS = [kind for kind in MASKS if not kind.startswith("block mask")]
 _BLOCKS = "block mask, 2-D bias, causal, lengths"
 for _arch in ("sm_90", "sm_80"):
     _add(_arch, "attention", "bf16", (64, 128), _dropped(["block mask"], *_BOTH))
-    _add(_arch, "attention", "bf16", (64, 128), ["block mask, packed, causal"])
+    _add(_arch, "attention", "bf16", (64, 128, 256), ["block mask, packed, causal"])
+    _add(_arch, "attention", "bf16", (256,), ["block mask"])
     _add(_arch, "attention", "bf16", (64, 128), _dropped([_BLOCKS]))
 _add("sm_90", "attention", "fp32", (64,), _dropped(["block mask"]))
 _add("sm_100", "attention", "bf16", (64, 128), ["block mask"])

@@ -296,7 +296,7 @@ def _dkdv_of_head(state, queries, bounds, own, rows, head, tile: tl.constexpr, h
         if tile.split:
             RUN: tl.constexpr = inside_run(has)
             state = _dkdv_tiles(state, run, own, rows, head, tile, RUN, False)
-        head = with_lists(head, lists, own.start, tile.columns, has, True)
+        head = with_lists(head, lists, own.start, tile, has, True)
         if has.lists == 1:
             state = _dkdv_tiles(state, whole, own, rows, head, tile, has, False)
         return _dkdv_tiles(state, edge, own, rows, head, tile, has, True)
@@ -502,7 +502,7 @@ def _dq_listed(
     lists, run, whole, edge = listed_spans(tiles, lists, head.call, own.start, tile, has, False)
     INSIDE: tl.constexpr = inside_run(has)
     dq = _dq_tiles(dq, run, own, head, tile, INSIDE, False, SKIP)
-    head = with_lists(head, lists, own.start, tile.rows, has, False)
+    head = with_lists(head, lists, own.start, tile, has, False)
     if has.lists == 1:
         dq = _dq_tiles(dq, whole, own, head, tile, has, False, SKIP)
     return _dq_tiles(dq, edge, own, head, tile, has, True, SKIP)

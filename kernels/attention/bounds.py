@@ -226,6 +226,7 @@ def inside_run(has):
     """Return the features that a tile inside the run of bounds or of lists needs."""
     known = {name: getattr(has, name) for name in Features._fields}  # Triton 3.9 has no _replace
     known["bias" if has.bounds == 2 else "mask"] = 0
+    known["alibi"] = has.alibi and has.lists < 3  # see `listed_spans`
     return Features(**{**known, "bounds": 0, "lists": 0})
 
 
@@ -449,7 +450,7 @@ class BoundedLaunch:
         bounds = mask.new_empty(self._shape, dtype=torch.int32)
         lists = mask.new_empty(self._lists, dtype=torch.int16)
         self._bounds(mask, bounds, lists)
-        return (*optional[:4], lists, optional[5], bounds)
+        return (*optional[:4], lists, optional[5], bounds, *optional[7:])
 
     def __call__(self, *pointers: Any) -> None:
         self.launch(*pointers[:-1], self.with_bounds(pointers[-1]))

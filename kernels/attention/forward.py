@@ -128,7 +128,7 @@ def _listed_tiles(
     lists, run, whole, edge = listed_spans(tiles, lists, head.call, work.start, tile, has, False)
     INSIDE: tl.constexpr = inside_run(has)
     state = forward_tiles(state, run, work, head, tile, INSIDE, False, SKIP)
-    head = with_lists(head, lists, work.start, tile.rows, has, False)
+    head = with_lists(head, lists, work.start, tile, has, False)
     if has.lists == 1:
         state = forward_tiles(state, whole, work, head, tile, has, False, SKIP)
     return forward_tiles(state, edge, work, head, tile, has, True, SKIP)

@@ -45,7 +45,7 @@ def _forward_plan(
     """
     packed = attention.cu_seqlens_q is not None
     few = splits_keys(query.shape[2], key.shape[2], attention.dropout_p, packed)
-    if few and attention.mask_spans is None and not on():
+    if few and not on():
         plan = DecodePlan(query, key, value, attention)
         if not plan.is_slower():
             return plan
@@ -139,13 +139,22 @@ def _run_backward(
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value"
 
 
-def _visiting(query: Tensor, key: Tensor, attention: Attention) -> Attention:
-    """Return the description with a dense mask for head dims above 128, where the loops of a block
-    mask spill.
+def _visits(dim: int, attention: Attention) -> bool:
+    """Return whether the kernels take a block mask: beside dropout or a bias, their loops spill
+    for head dims above 128.
     """
-    if attention.mask_spans is None or query.shape[3] <= 128:
-        return attention
-    return attention.with_dense_mask(query.shape[2], key.shape[2])
+    return dim <= (128 if attention.dropout_p or attention.bias is not None else 256)
+
+
+def _visiting(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Attention:
+    """Return the description with a dense mask where the kernels take no block mask: `_visits`, and
+    few queries, whose keys are split over programs.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    wide = not _visits(max(query.shape[3], value.shape[3]), attention)
+    if wide or splits_keys(queries, keys, attention.dropout_p, attention.cu_seqlens_q is not None):
+        return attention.with_dense_mask(queries, keys)
+    return attention
 
 
 def _fake(query, key, value, *rest):
@@ -163,7 +172,7 @@ def forward(query, key, value, *rest):
     """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
     [B, H, Sq, 2] or [0]), whatever `return_lse` is.
     """
-    attention = _visiting(query, key, unpack(rest[:-1]))
+    attention = _visiting(query, key, value, unpack(rest[:-1]))
     return _run_forward(query, key, value, attention)
 
 
@@ -193,7 +202,7 @@ def backward(*arguments):
 def _gradients(grads, grad_output, grad_lse, query, key, value, *rest):
     *fields, output, lse, statistics, needs = rest
     saved = output, lse, statistics, tuple(needs)
-    attention = _visiting(query, key, unpack(fields))
+    attention = _visiting(query, key, value, unpack(fields))
     return _run_backward(grads, grad_output, grad_lse, *saved, query, key, value, attention)
 
 
@@ -389,7 +398,7 @@ def describe(
         return "the pages are copied" if on() else "the keys are split over programs"
     if attention.cu_seqlens_q is not None:
         query, key, value = map(_heads_first, (query, key, value))
-    attention = _visiting(query, key, attention)
+    attention = _visiting(query, key, value, attention)
     plan = _forward_plan(query, key, value, attention)
     found = ["the keys are split over programs"] * isinstance(plan, DecodePlan)
     found += ["the mask is bounded"] * (plan.source is not None)
@@ -435,8 +444,11 @@ def supports(query: Tensor, *tensors: Tensor, **named: Any) -> str | None:
     value = named.get("value", named.get("value_pages", query))
     dim = max(query.shape[-1], value.shape[-1])
     if attention.mask_spans is not None and attention.cu_seqlens_q is not None:
-        if dim > 128 or attention.alibi_slopes is not None:
-            return "no kernel has ALiBi or a head dim above 128 with a BlockMask of a packed batch"
+        if not _visits(dim, attention):
+            return (
+                "no kernel has a head dim above 128 with a BlockMask of a packed batch and dropout "
+                "or a bias, nor one above 256"
+            )
     if dim > MAX_HEAD_DIM:  # most calls end before this
         widest = widest_head(architecture(query.device), query.dtype)
         if dim > widest:

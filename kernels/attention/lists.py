@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common import LOG2E
 from .bounds import Bounds, Span, entries_within, split_at_run
 from .scores import Head, Keys, clamp
 
@@ -55,8 +56,11 @@ class Lists(NamedTuple):
     jump: Any = 0
     gap: Any = 0
     skip: Any = 0
-    low: Any = 0  # in a packed batch, the range low <= n < high of each query or key, [BM] or [BN]
+    # In a packed batch, of each query that a program owns, [BM], or each key, [BN]: the range
+    # low <= n < high of what it sees, and where it stands among them, [BM, 1] or [BN, 1].
+    low: Any = 0
     high: Any = 0
+    place: Any = 0
 
 
 @triton.jit
@@ -79,16 +83,17 @@ def load_lists(optional, strides, sizes, b, h, own, OWNS_KEYS: tl.constexpr):
 
 @triton.jit
 def _range(call, t, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
-    """Return (first, end): the keys that query t sees by documents and band, or the queries that
-    see key t if the program owns keys. t is a number or [WIDTH]; one past the end has the range of
-    the last one. Neither decreases with t.
+    """Return (first, end, place, document): the keys that query t sees by documents and band, or
+    the queries that see key t if the program owns keys, and where t stands among these. t is a
+    number or [WIDTH]; one past the end has the range of the last one. None of them decreases with
+    t.
     """
-    mine, other, size = call.optional.slopes, call.optional.lengths, call.sizes.queries
+    mine, other, size = call.optional.offsets, call.optional.lengths, call.sizes.queries
     left, right = call.band.left, call.band.right
     if OWNS_KEYS:
         mine, other, size = other, mine, call.sizes.keys
         left, right = right, left
-    documents = call.strides.slope_batch
+    documents = call.sizes.documents
     t = tl.minimum(t, size - 1)
     d = t * 0
     for n in tl.range(0, 21):  # the last document that begins at or before t
@@ -100,22 +105,27 @@ def _range(call, t, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
         place = t + (end - tl.load(mine + d + 1))
     else:
         place = t + (first - tl.load(mine + d))
-    return clamp(place - left, first, end), clamp(place + right + 1, first, end)
+    return clamp(place - left, first, end), clamp(place + right + 1, first, end), place, d
 
 
 @triton.jit
-def with_lists(head, lists, own, WIDTH: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
-    """Return the head with the lists that its loops read and, in a packed batch, the ranges of the
-    queries or keys that the program owns.
+def with_lists(head, lists, own, tile: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr):
+    """Return the head with the lists that its loops read and, in a packed batch, the ranges and
+    slopes of the queries or keys that the program owns.
     """
+    slope = head.slope
     if has.lists == 3:
-        low, high = _range(head.call, own + tl.arange(0, WIDTH), has, OWNS_KEYS)
+        WIDTH: tl.constexpr = tile.columns if OWNS_KEYS else tile.rows
+        low, high, place, d = _range(head.call, own + tl.arange(0, WIDTH), has, OWNS_KEYS)
+        if has.alibi:
+            slope = tl.load(slope + d * head.call.strides.slope_batch)
+            slope = (slope.to(tile.acc) * LOG2E)[:, None]
         lists = Lists(
             lists.run_begin, lists.run_end, lists.begin, lists.part, lists.end, lists.tiles,
             lists.size, lists.bits, lists.cut, lists.first, lists.jump, lists.gap, lists.skip,
-            low, high,
+            low, high, place[:, None],
         )  # fmt: skip
-    return Head(head.draws, head.mask, head.bias, head.slope, head.sequence, head.call, lists)
+    return Head(head.draws, head.mask, head.bias, slope, head.sequence, head.call, lists)
 
 
 @triton.jit
@@ -131,12 +141,12 @@ def listed_spans(
     SIZE: tl.constexpr = ROWS if OWNS_KEYS else COLUMNS
     PARTS: tl.constexpr = SIZE // width
     if has.lists == 3:
-        lo, hi = _range(call, own, has, OWNS_KEYS)
-        begin, last = _range(
-            call, own + (tile.columns if OWNS_KEYS else tile.rows) - 1, has, OWNS_KEYS
-        )
+        lo, hi, _, _ = _range(call, own, has, OWNS_KEYS)
+        end = own + (tile.columns if OWNS_KEYS else tile.rows)
+        begin, last, _, _ = _range(call, end - 1, has, OWNS_KEYS)
         begin = tl.cdiv(begin, width) * width
-        tiles = lo // width * width, begin, tl.maximum(begin, hi // width * width), last
+        hi = begin if has.alibi else hi // width * width  # ALiBi: only the last loop has places
+        tiles = lo // width * width, begin, tl.maximum(begin, hi), last
     if OWNS_KEYS and not tile.split:  # one loop
         tiles = tiles[0], tiles[0], tiles[0], tiles[3]
     if has.lists >= 2:

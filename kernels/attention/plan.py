@@ -158,16 +158,17 @@ def signature_of(
     )
 
 
-def optional_inputs(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
-    """Return the tensors of `OptionalInputs`. The query stands in for one that the call leaves out,
+def optional_inputs(query: Tensor, attention: Attention) -> tuple[Any, ...]:
+    """Return the fields of `OptionalInputs`. The query stands in for one that the call leaves out,
     which no kernel reads.
     """
     mask, bias, slopes = attention.attn_mask, attention.bias, attention.alibi_slopes
     starts, seed = attention.cu_seqlens_q, attention.dropout_seed
     lengths = attention.key_lengths if starts is None else attention.cu_seqlens_k
     spans = attention.mask_spans
+    offsets: Tensor | int = 1
     if spans is not None:
-        slopes = slopes if starts is None else starts
+        offsets = 1 if starts is None else starts
         mask, starts = attention.mask_bits, attention.mask_lists
     return (
         query if mask is None else mask.view(torch.uint8) if spans is None else mask,
@@ -177,6 +178,7 @@ def optional_inputs(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
         query if starts is None else starts,
         query if seed is None else seed,
         query if spans is None else spans,  # or bounds, which `BoundedLaunch` puts in
+        offsets,
     )
 
 
@@ -187,15 +189,6 @@ def _steps_of_lists(attention: Attention) -> tuple[int, ...]:
         return 0, 0, 0
     batch, head = (step * (n > 1) for step, n in zip(spans.stride(), spans.shape[:2]))
     return batch, head, lists.shape[1]
-
-
-def _steps_of_slopes(attention: Attention, batch: int, heads: int) -> tuple[int, ...]:
-    """Return the fields of `Strides` for ALiBi, or for a block mask of a packed batch."""
-    offsets = attention.cu_seqlens_q
-    if offsets is not None and attention.mask_spans is not None:
-        return offsets.shape[0] - 1, 0
-    slopes = attention.alibi_slopes
-    return (0, 0) if slopes is None else slopes.expand(batch, heads).stride()
 
 
 # -------------------------------------------------------------------------------------------- plans
@@ -241,12 +234,16 @@ class Plan:
             kinds.append(0 if x is None else 1 if x.stride(2) == 0 or q_rows == 1 else 2)
             strides.append((0, 0, 0, 0) if x is None else x.stride())
             wide = wide or (x is not None and _spans_int32(x))
-        slopes = _steps_of_slopes(attention, self.batch, self.heads)
+        documents = 1 if offsets is None or self.packed else offsets.shape[0] - 1
+        slopes: tuple[int, ...] = (0, 0)
+        if attention.alibi_slopes is not None:
+            of = max(self.batch, documents), self.heads
+            slopes = attention.alibi_slopes.expand(of).stride()
         sides = attention.window or (-1, -1)
         left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in sides)
         if attention.is_causal:
             right = 0
-        documents = offsets is not None and not self.packed
+        in_documents = offsets is not None and not self.packed
         splits_biased = attention.bias is None or self.arch != "sm_90" or not OLD
         self.tile = Tile(
             rows=0,  # each kernel has its own
@@ -267,8 +264,8 @@ class Plan:
             bias=kinds[1],
             alibi=attention.alibi_slopes is not None,
             softcap=attention.softcap is not None,
-            left=left < UNBOUNDED and not documents,
-            right=right < UNBOUNDED and not documents,
+            left=left < UNBOUNDED and not in_documents,
+            right=right < UNBOUNDED and not in_documents,
             bottom_right=attention.causal_alignment == "bottom_right",
             lengths=attention.key_lengths is not None,
             packed=self.packed,
@@ -282,14 +279,14 @@ class Plan:
         )
         if attention.mask_spans is not None:
             cut = self.has.left, self.has.right, self.has.lengths, self.has.shard
-            self.has = self.has._replace(lists=3 if documents else 2 if any(cut) else 1)
+            self.has = self.has._replace(lists=3 if in_documents else 2 if any(cut) else 1)
         rows = (*self.strides(query), *self.strides(key), *self.strides(value))
         group = self.heads // max(1, self.groups)
         softcap = 1.0 if attention.softcap is None else attention.softcap
         lengths = self.q_length, self.k_length, q_rows, k_rows
         self.arguments: dict[str, Any] = dict(
             strides=Strides(*rows, *strides[0], *strides[1], *slopes, *_steps_of_lists(attention)),
-            sizes=Sizes(self.heads, group, *lengths, attention.shard or 1),
+            sizes=Sizes(self.heads, group, *lengths, attention.shard or 1, documents),
             band=Band(left, right),
             factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)[:2]),
         )

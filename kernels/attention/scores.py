@@ -45,11 +45,12 @@ class OptionalInputs(NamedTuple):
 
     mask: Any  # [B, H, Sq, Sk] as bytes, zero masks out; or the bits of a block mask
     bias: Any  # [B, H, Sq, Sk]; in a packed batch [Tk]
-    slopes: Any  # [B, H]; for a block mask of a packed batch the offsets of the queries
+    slopes: Any  # [B, H]
     lengths: Any  # [B] keys of each sequence; in a packed batch the offsets of its keys, [B + 1]
     starts: Any  # [B + 1], the offsets of the queries in a packed batch; or the lists of a mask
     seed: Any  # []
     bounds: Any  # [B or 1, H or 1, tiles or 1, 8], see bounds.py; or the spans of a block mask
+    offsets: Any = 1  # [B + 1] of the queries, if a packed batch has a block mask
 
 
 class RowStrides(NamedTuple):
@@ -62,8 +63,7 @@ class RowStrides(NamedTuple):
 
 class Strides(NamedTuple):
     """The strides of the inputs and, expanded to [B, H, Sq, Sk] or [B, H], of `OptionalInputs`.
-    For a block mask `bounds_tile` is the number of entries of its lists, and in a packed batch
-    `slope_batch` that of the sequences.
+    For a block mask `bounds_tile` is the number of entries of its lists.
     """
 
     query_batch: Any
@@ -102,6 +102,7 @@ class Sizes(NamedTuple):
     # `Shard`: the offsets of this call within a larger, sharded call. A call that is no shard has
     # 1, which Triton makes a constant (Triton 3.6 cannot hold None in a named tuple).
     shard: Any = 1
+    documents: Any = 1  # the sequences of a packed batch with a block mask
 
 
 class Band(NamedTuple):
@@ -194,7 +195,7 @@ class Head(NamedTuple):
     draws: Any  # `DropoutStream`
     mask: Any  # pointer to its mask, at the first row that the program reads, or one for each row
     bias: Any
-    slope: Any  # of ALiBi, in base 2, or one for each row
+    slope: Any  # of ALiBi, in base 2, or one for each row, or column of the transpose
     sequence: Any
     call: Any
     lists: Any = 0  # `Lists` of a block mask
@@ -388,8 +389,9 @@ def locate_head(call, sequence, batch_head, b, h, first, tile: tl.constexpr, has
         bias += sequence.first_key * strides.bias_column
     slope = 0.0
     if has.alibi:
-        slope = tl.load(call.optional.slopes + b * strides.slope_batch + h * strides.slope_head)
-        slope = slope.to(tile.acc) * LOG2E
+        slope = call.optional.slopes + b * strides.slope_batch + h * strides.slope_head
+        if has.lists < 3:  # else `with_lists` loads that of each document
+            slope = tl.load(slope).to(tile.acc) * LOG2E
     draws = 0
     if has.dropout:
         if has.shard:
@@ -550,7 +552,10 @@ def scores(s, at, keys, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.co
         pointers = head.bias + (r * strides.bias_row + j * strides.bias_column)
         s = tl.fma(s, scale, in_base_2(load_where(pointers, exists, EDGE), tile.acc))
     if has.alibi:
-        s = tl.fma(tl.abs(i + shift - j).to(tile.acc), -head.slope, s)
+        distance = i + shift - j
+        if has.lists == 3:
+            distance = i - head.lists.place if i.shape[0] == 1 else head.lists.place - j
+        s = tl.fma(tl.abs(distance).to(tile.acc), -head.slope, s)
     if EDGE or has.mask > 0 or has.bias == 1:
         ok = keys.ok
         if has.mask == 2:

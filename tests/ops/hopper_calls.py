@@ -178,10 +178,12 @@ def memory(x: Tensor) -> Tensor:
     return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
 
 
-def pointer(kernel: str, name: str, x: Tensor) -> gluon_simulator.Pointer:
-    """Point to the first element of a tensor, in a copy of its memory."""
+def pointer(kernel: str, name: str, x: Tensor | int) -> gluon_simulator.Pointer | int:
+    """Point to the first element of a tensor, in a copy of its memory; a number stays one."""
+    if isinstance(x, int):
+        return x
     flat = memory(x.detach())
-    half = x.is_floating_point() and x.element_size() == 2
+    half = x.dtype.is_floating_point and x.element_size() == 2
     array = (flat.float() if half else flat).numpy().copy()
     tensor = gluon_simulator.argument(kernel, name, x)
     dtype = getattr(tl, str(x.dtype)[6:])

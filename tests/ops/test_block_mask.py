@@ -75,6 +75,18 @@ def test_layout(name, shape):
     assert (mask.lists.dtype, mask.spans.dtype) == (torch.int16, torch.int32)
 
 
+@pytest.mark.parametrize(
+    "begin, end", [(0, 1), (127, 129), (299, 300), (130, 130), (256, 9), (5, -5)]
+)
+def test_rows(begin, end):
+    """A part of the dense mask, of which no other rows are made."""
+    dense = masks(300, 420)["global and window"]
+    mask = ff.block_mask(dense)
+    assert torch.equal(mask.dense(slice(begin, end))[0, 0], dense[begin:end])
+    with pytest.raises(ValueError, match="consecutive"):
+        mask.dense(slice(0, 9, 2))
+
+
 def test_the_run_is_the_longest():
     dense = torch.ones(128, 64 * 9, dtype=torch.bool)
     dense[0, 64 * 2] = dense[0, 64 * 6] = False  # whole tiles 0 1, 3 4 5, 7 8
@@ -469,25 +481,26 @@ def test_packed(backend, device, against_oracle, case):
 
 
 @pytest.mark.parametrize("slopes", [(2,), (2, 2)])
-def test_packed_slopes(device, against_oracle, slopes):
+def test_packed_slopes(backend, device, against_oracle, slopes):
     """ALiBi counts the tokens of a document, each of which may have slopes of its own."""
-    offsets, slopes, mask = torch.tensor([0, 80, 200]).int(), torch.rand(slopes), images(200)
+    queries, keys = torch.tensor([0, 80, 200]).int(), torch.tensor([0, 60, 200]).int()
+    slopes, mask = torch.rand(slopes), images(200)
 
     def call(query, key, value):
         given, both = (query, key, value), slopes.expand(2, 2)
         if not eager.formula.always:
-            more = dict(attn_mask=mask, alibi_slopes=slopes, is_causal=True)
-            return ff.packed_attention(*given, offsets, offsets, 120, 120, **more)
-        parts = [[x[at].transpose(0, 1)[None] for x in given] for at in (slice(80), slice(80, 200))]
-        seen = mask.dense()[..., :80, :80], mask.dense()[..., 80:, 80:]
+            more = dict(attn_mask=mask, alibi_slopes=slopes)
+            return ff.packed_attention(*given, queries, keys, 120, 140, **more)
+        heads = [x.transpose(0, 1)[None] for x in given]
+        parts = zip(*(x.split([n, 200 - n], 2) for x, n in zip(heads, (80, 60, 60))))
+        seen = mask.dense()[..., :80, :60], mask.dense()[..., 80:, 60:]
         outputs = [
-            ff.scaled_dot_product_attention(*part, keep, is_causal=True, alibi_slopes=own)
+            ff.scaled_dot_product_attention(*part, keep, alibi_slopes=own)
             for part, keep, own in zip(parts, seen, both)
         ]
         return torch.cat([out[0].transpose(0, 1) for out in outputs])
 
-    with ff.use_backend("reference"):
-        against_oracle(call, {name: torch.randn(200, 2, 16) for name in ("query", "key", "value")})
+    against_oracle(call, {name: torch.randn(200, 2, 16) for name in ("query", "key", "value")})
 
 
 def test_packed_calls_that_do_not_fit(device):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mutants import LISTS
 from test_block_mask import attend, inputs
 
@@ -234,12 +235,17 @@ def test_views_of_heads_that_share_keys(against_oracle, kind):
         against_oracle(attend(mask), tensors, **options)
 
 
-@pytest.mark.parametrize("options", [{}, dict(is_causal=True)], ids=str)
-def test_wide_heads(against_oracle, options):
-    """Those of more than 128 have one loop over the queries of a tile of keys."""
-    given = inputs("cpu", b=1, h=1, sq=300, sk=333, d=136)
+@pytest.mark.parametrize("case", ["plain", "causal", "dropout"])
+def test_wide_heads(against_oracle, case):
+    """Those of more than 128 have one loop over the queries of a tile of keys. Beside dropout they
+    have the tensor.
+    """
+    given, mask = inputs("cpu", b=1, h=1, sq=300, sk=333, d=136), PATTERNS["window"][:300, :333]
     with use_backend("triton"):
-        against_oracle(attend(PATTERNS["BigBird"][:300, :333]), given, **options)
+        against_oracle(attend(mask), given, **OPTIONS[case])
+        block = dict(attn_mask=ff.block_mask(mask))
+        said = ff.explain("scaled_dot_product_attention", **given, **block, **OPTIONS[case]).reason
+    assert ("only tiles that the mask shows are visited" in said) == (case != "dropout")
 
 
 def test_results_repeat():
@@ -297,9 +303,31 @@ def test_similar_masks_share_a_plan():
     assert len(launch.plans) == 1
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_few_queries(against_oracle, work, tiles, paged):
+    """A step of decoding takes rows of the mask, and visits the tiles of keys that they show."""
+    tiles(16, 64)
+    mask = ff.block_mask(PATTERNS["sinks and window"])
+    rows = dict(attn_mask=ff.block_mask(mask.dense(slice(440, 444))))
+    given = inputs("cpu", b=1, h=2, sq=4, sk=N)
+    table = torch.arange(8, dtype=torch.int32)[None]
+
+    def call(query, key, value):
+        if eager.formula.always or not paged:
+            return ff.scaled_dot_product_attention(query, key, value, **rows)
+        pages = (F.pad(x, (0, 0, 0, 62)).view(2, 8, 64, 16).transpose(0, 1) for x in (key, value))
+        pages = (x.transpose(1, 2) for x in pages)
+        shown = dict(attn_mask=ff.block_mask(F.pad(rows["attn_mask"].dense(), (0, 62))))
+        return ff.paged_attention(query, *pages, table, torch.tensor([N]), **shown)
+
+    with use_backend("triton"):
+        against_oracle(call, given, gradients=False)
+        assert work(lambda: call(**given)).products == 2 * 2 * 2  # the first tile, and the window's
+
+
 def test_what_explain_says():
-    x = [torch.randn(1, 1, 8, 16), *torch.randn(2, 1, 1, N, 16)]
-    mask = ff.block_mask(PATTERNS["prefix"][:8])
+    x = [torch.randn(1, 1, 28, 16), *torch.randn(2, 1, 1, N, 16)]
+    mask = ff.block_mask(PATTERNS["prefix"][:28])
     with use_backend("triton"):
         said = ff.explain("scaled_dot_product_attention", *x, mask).reason
     assert "only tiles that the mask shows are visited" in said

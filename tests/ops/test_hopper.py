@@ -568,6 +568,11 @@ SHOWN = {
         dict(attn_mask=ff.block_mask(blocks(300, 512).view(1, 4, 300, 512))),
         {},
     ),
+    "blocks, window": (
+        dict(sq=300, sk=500, b=1),
+        dict(attn_mask=BLOCKS[1], window=(190, 130), key_lengths=torch.tensor([460])),
+        {},
+    ),
     "packed": (dict(sq=100, sk=135, b=1), PACKED, {}),
     "three": (dict(sq=190, sk=330, b=1), {}, dict(BM=192, packed=True)),
     "persistent": (dict(sq=70, sk=300, h=5), {}, dict(persistent=True)),

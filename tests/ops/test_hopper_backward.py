@@ -473,6 +473,8 @@ SHOWN = {
         dict(sq=300, sk=440, b=1, h=4, g=2),
         dict(attn_mask=ff.block_mask(blocks(300, 440).view(1, 4, 300, 440))),
     ),
+    "blocks, window": (dict(sq=300, sk=500, b=1), dict(attn_mask=BLOCKS[1], window=(190, 130))),
+    "blocks, causal": (dict(sq=300, sk=500, b=1), dict(attn_mask=BLOCKS[1], is_causal=True)),
 }
 BOUNDED = "spans", "holes", "one loop"
 
@@ -525,7 +527,7 @@ def what_is_found(kernel, call, *edits, slots, seed):
     needs = (True, False, False, learned) if kernel == "dq" else (False, True, True, learned)
     try:
         how = dict(slots=slots, seed=seed, bounds=call in BOUNDED)
-        how |= dict(keys=64) if call == "blocks" else {}
+        how |= dict(keys=64) if "blocks" in call else {}
         with simulated_backward(*edits, kernels=(kernel,), **how):
             have = launchers.backward(*arguments, [*needs, False])
     except Fault as fault:

@@ -520,7 +520,7 @@ def damaged_checkpoints(folder):
     Checkpoints none of which can be read are refused, and one of more steps than the run has. Other
     folders are left alone.
     """
-    saved, rank = folder / "checkpoints", torch.distributed.get_rank()
+    saved, rank = folder / "damaged", torch.distributed.get_rank()
 
     def resumed(steps):
         """Return the run, how many steps it trained, and which checkpoints it passed over."""
@@ -557,7 +557,7 @@ def damaged_checkpoints(folder):
         agree(run, alone)
     for steps, message in (
         (3, "steps is 3; expected at least the 5 that checkpoint .*step-5 has"),
-        (5, "no checkpoint in .*checkpoints can be read; expected one that can"),
+        (5, "no checkpoint in .*damaged can be read; expected one that can"),
     ):
         refused(message, lambda steps=steps: resumed(steps))
         change(cut, *(f"step-{n}/.metadata" for n in (2, 4, 5)))

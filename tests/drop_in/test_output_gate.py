@@ -157,6 +157,24 @@ def test_the_order_of_the_operands(product, order, tmp_path):
     assert (raised.traceback[1].path, raised.traceback[1].lineno) == (file, 3)
 
 
+def test_forwards_that_stay():
+    """Without a source, with a variable of an outer function, or with another torch."""
+    names = {"torch": torch}
+    exec("def forward(x, y):\n    return x * torch.sigmoid(y)", names)
+    scale = 2.0
+
+    def scaled(x, y):
+        return scale * (x * torch.sigmoid(y))
+
+    def plain(x, y):
+        return x * torch.sigmoid(y)
+
+    other = types.FunctionType(plain.__code__, {"torch": types.SimpleNamespace(sigmoid=torch.tanh)})
+    for function in (names["forward"], scaled, other):
+        assert output_gate.with_gates(function) is function.__code__
+    assert output_gate.with_gates(plain) is not plain.__code__
+
+
 def test_a_compiled_layer():
     layer, x, given = attention()
     want = layer(x, **given)[0]

@@ -14,8 +14,9 @@ a file with the GPU's name. Each row has its own seed: a part gives the same fig
     benign   the tests' usual inputs, whose softmax is not flat
     ill      logits up to 120 (attention) and some 150 (losses); a mean of 1000 times the spread, in
              16 bits 32 times (layer_norm); magnitudes of 1e4 (rms_norm); arguments of the
-             activation up to some 100 (feed-forward); positions that cancel most of the embedding
-             (embed); heads of 1000, one feature of which is 50 times the others (rotary_embedding)
+             activation up to some 100, and 30 of relu2 (feed-forward); positions that cancel most
+             of the embedding (embed); heads of 1000, one feature of which is 50 times the others
+             (rotary_embedding)
 
     max error    max |x - oracle|
     error        |x - oracle| / |oracle|, Frobenius norms
@@ -148,13 +149,14 @@ def _biased(*given: Any) -> Tensors:
 
 
 def _layers(
-    ill: bool, dtype: torch.dtype, rows: int, d: int, width: int, halves: int = 1
-) -> Tensors:
+    ill: bool, dtype: torch.dtype, rows: int, d: int, width: int, halves: int = 1,
+    scale: float = 30.0,
+) -> Tensors:  # fmt: skip
     names = ("w_1", "b_1") if halves == 1 else ("w", "b")
     hidden = halves * width
     w, b = torch.randn(hidden, d) / d**0.5, torch.randn(hidden) * 0.5
     w_2, b_2 = torch.randn(d, width) / width**0.5, torch.randn(d) * 0.5
-    x = torch.randn(rows, d) * (30.0 if ill else 1.0)
+    x = torch.randn(rows, d) * (scale if ill else 1.0)
     return {"input": x, names[0]: w, names[1]: b, "w_2": w_2, "b_2": b_2}
 
 
@@ -281,12 +283,17 @@ CASES = [
         Case("feed_forward", f"100, 64 -> 256, {act}", _layers, (100, 64, 256), {"activation": act})
         for act in ("gelu", "gelu_tanh", "silu", "sigmoid")
     ),
+    Case(
+        "feed_forward", "100, 64 -> 256, relu2", partial(_layers, scale=8.0), (100, 64, 256),
+        {"activation": "relu2"},
+    ),
     Case("geglu", "37, 24 -> 70", _layers, (37, 24, 70, 2)),
     Case("geglu", "256, 128 -> 512", _layers, (256, 128, 512, 2), {}, False),
     Case("swiglu", "37, 24 -> 70", _layers, (37, 24, 70, 2)),
     Case("swiglu", "256, 128 -> 512", _layers, (256, 128, 512, 2), {}, False),
     Case("gated_activation", "37 x 70", _halves, (37, 70)),
     Case("gated_activation", "37 x 70, clamped", _halves, (37, 70), _CLAMPED),
+    Case("gated_activation", "37 x 70, sigmoid", _halves, (37, 70), {"activation": "sigmoid"}),
     Case("embed", "3 x 7, N 40, dropout", _embedded, (3, 7, 23, 40), _DROPOUT),
     Case("embed", "8 x 64, N 512", _embedded, (8, 64, 200, 512), {}, False),
     Case("rotary_embedding", "2 x 30, D 64, norms", _rotary, (2, 4, 30, 64, 64)),
@@ -426,8 +433,10 @@ def _gated(activation):
     return run
 
 
-def _gated_activation(gate, value, alpha=1.0, limit=math.inf, offset=0.0):
+def _gated_activation(gate, value, activation="silu", alpha=1.0, limit=math.inf, offset=0.0):
     gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+    if activation == "sigmoid":
+        return gate.sigmoid() * (value + offset)
     return gate * (alpha * gate).sigmoid() * (value + offset)
 
 

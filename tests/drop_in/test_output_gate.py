@@ -157,6 +157,24 @@ def test_the_order_of_the_operands(product, order, tmp_path):
     assert (raised.traceback[1].path, raised.traceback[1].lineno) == (file, 3)
 
 
+def test_forwards_that_stay():
+    """Without a source, with a variable of an outer function, or with another torch."""
+    names = {"torch": torch}
+    exec("def forward(x, y):\n    return x * torch.sigmoid(y)", names)
+    scale = 2.0
+
+    def scaled(x, y):
+        return scale * (x * torch.sigmoid(y))
+
+    def plain(x, y):
+        return x * torch.sigmoid(y)
+
+    other = types.FunctionType(plain.__code__, {"torch": types.SimpleNamespace(sigmoid=torch.tanh)})
+    for function in (names["forward"], scaled, other):
+        assert output_gate.with_gates(function) is function.__code__
+    assert output_gate.with_gates(plain) is not plain.__code__
+
+
 def test_a_compiled_layer():
     layer, x, given = attention()
     want = layer(x, **given)[0]
@@ -175,7 +193,8 @@ def test_the_page_lists_the_types():
         module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
         for cls in vars(module).values():
             mine = inspect.isclass(cls) and cls.__module__ == module.__name__
-            if not (mine and issubclass(cls, nn.Module) and rotary.rotations(cls)):
+            functions = rotary.rotations(cls) if mine and issubclass(cls, nn.Module) else {}
+            if not functions or rotary.disagreement_of(functions):
                 continue
             if output_gate.with_gates(cls.forward) is not cls.forward.__code__:
                 found.add(file.parent.name)

@@ -540,7 +540,7 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
             matching = part.command[part.command.index("--matching") + 1]
             mine = [i for i in ids if i.split("::")[0] in part.command and re.search(matching, i)]
             assert 1 < len(mine) < 300, f"{part.name}: {len(mine)}"
-            ours = ("triton", "auto", "self-attention", "sizes")
+            ours = ("triton", "auto", "self-attention", "sizes", "batch_invariant")
             ours += ("flex", "compile")  # a part of peers alone, which take long to compile
             assert any(name in i for i in mine for name in ours)
             found[part.name] = mine

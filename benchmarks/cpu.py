@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 
 import fastformer as ff
 from benchmarks import ROOT
@@ -305,6 +306,30 @@ def attention(extra: str = "") -> tuple[Call, Call]:
     )
 
 
+def windowed(peer: str) -> tuple[Call, Call]:
+    """Attention of 4096 tokens with a window of 129 keys, as a block mask, beside a boolean tensor
+    with gradients, or flex_attention, which has none on a CPU.
+    """
+    n, x = 4096, torch.randn(3, 1, 2, 4096, 64)
+    window = lambda b, h, i, j: (i - j).abs() <= 64  # noqa: E731
+    mask = ff.block_mask(window, Sq=n, Sk=n)
+    if peer == "flex":
+        blocks = flex_attention.create_block_mask(window, None, None, n, n, device="cpu")
+        attend = torch.compile(flex_attention.flex_attention)
+        return lambda: ff.scaled_dot_product_attention(*x, mask), lambda: attend(
+            *x, block_mask=blocks
+        )
+    leaves, dense = [t.requires_grad_() for t in x.unbind(0)], mask.dense()
+
+    def differentiated(op: Callable[..., Tensor], mask: Any) -> Call:
+        return lambda: torch.autograd.grad(op(*leaves, mask).square().sum(), leaves)
+
+    return (
+        differentiated(ff.scaled_dot_product_attention, mask),
+        differentiated(F.scaled_dot_product_attention, dense),
+    )
+
+
 def layer_norm(rows: int, features: int) -> tuple[Call, Call]:
     x = torch.randn(rows, features)
     weight, bias = torch.randn(features), torch.randn(features)
@@ -382,6 +407,14 @@ CASES = [
     Case("attention, 16 x 16", "torch's op", attention),
     Case("attention, 16 x 16, boolean mask", "torch's op", lambda: attention("mask")),
     Case("attention, 16 x 16, floating mask", "torch's op", lambda: attention("bias")),
+    Case(
+        "attention, block mask of a window at 4096 tokens, with gradients",
+        "torch's op and a tensor", lambda: windowed("tensor"),
+    ),
+    Case(
+        "attention, block mask of a window at 4096 tokens",
+        "flex_attention, compiled", lambda: windowed("flex"),
+    ),
     Case("layer_norm, 16 x 16", "torch's op", lambda: layer_norm(16, 16)),
     Case("layer_norm, 128 x 512", "torch's op", lambda: layer_norm(128, 512)),
     Case(

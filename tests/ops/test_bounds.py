@@ -215,6 +215,16 @@ def test_a_tile_of_128_queries():
         assert torch.equal(have, formula(seen, seen, 128, 16))
 
 
+@pytest.mark.parametrize("keys, bounded", [(16 * 32767, True), (16 * 32767 + 1, False)])
+def test_indices_have_16_bits(keys, bounded):
+    """Of as many keys as have more tiles, no bounds are read."""
+    mask, key = torch.ones(1, 1, 1, keys, dtype=torch.bool), torch.zeros(1, 2, keys, 1)
+    attention = Attention(mask, 0.0, False, 1.0)
+    made = plan.Plan(key[:, :, :1], key, key, attention)
+    source = bounds.bounds_source(attention, made.has, (1, 2, 1, keys))
+    assert (source is not None) == bounded
+
+
 @pytest.mark.parametrize("keys", [36, 35], ids=["words", "bytes"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_offsets_past_int32(spread, dim, keys):

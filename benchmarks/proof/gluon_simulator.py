@@ -603,6 +603,7 @@ class Language:
     range = staticmethod(lambda *n: range(*map(int, n)))
     static_range = staticmethod(lambda *n: range(*map(int, n)))
     program_id = staticmethod(lambda axis: Value(np.int32(_now.program[axis])))
+    num_warps = staticmethod(lambda: 4)
     num_programs = staticmethod(lambda axis: Value(np.int32(_now.grid[axis])))
     cdiv = staticmethod(lambda a, b: (a + (b - 1)) // b)
     arange = staticmethod(lambda a, b, layout=None: Value(np.arange(a, b, dtype=np.int32)))

@@ -285,10 +285,11 @@ def entries_within(entries, begin, end, lo, hi, lanes=None):
 
 @triton.jit
 def visited_tiles(
-    tiles, bounds, call, width: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr
+    tiles, bounds, call, width: tl.constexpr, has: tl.constexpr, OWNS_KEYS: tl.constexpr, lanes=None
 ):
     """Divide the tiles that the bounds and the band leave into two `Span`s (edge, run), as
-    `split_at_run` does, and leave the holes of the mask out of `edge`.
+    `split_at_run` does, and leave the holes of the mask out of `edge`. `lanes`: see
+    `entries_within`.
     """
     edge, run = split_at_run(tiles, bounds, width, has)
     lo, hi, begin, gap = edge
@@ -296,7 +297,7 @@ def visited_tiles(
     jump, gap = begin // width, tl.cdiv(gap, width)
     if has_list(has, OWNS_KEYS):
         if has.left or has.right or has.lengths or has.shard:
-            lo, hi = entries_within(call.optional.starts, bounds.begin, bounds.end, lo, hi)
+            lo, hi = entries_within(call.optional.starts, bounds.begin, bounds.end, lo, hi, lanes)
         else:
             lo, hi = bounds.begin, bounds.end
         jump = bounds.run + (begin - bounds.run_begin) // width

@@ -34,12 +34,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..common import LOG2E, dropout_words
-from .bounds import split_at_run
+from .bounds import has_list, visited_tiles
 from .hopper_parts import (
     accumulator,
     copy_in,
     copy_out,
     has_terms,
+    lanes,
     like,
     seen_by_bits,
     spans_of_lists,
@@ -56,14 +57,15 @@ class Span(NamedTuple):
     Two loops compute the tiles: PART 0 those that an edge may cut, PART 1 the others. Or one loop
     computes all of them, PART 2.
 
-    With a block mask n is the number of a tile, see `tile_of_lists`, times the size of a tile.
+    With a block mask n is the number of a tile, see `tile_of_lists`, times the size of a tile. With
+    the bounds of a mask n counts the entries of its lists, times that size.
     """
 
     lo: Any
     begin: Any
     end: Any
     hi: Any
-    lists: Any = 0  # `Lists` of a block mask
+    lists: Any = 0  # `Lists` of a block mask, or a pointer to those of bounds
     run: Any = 0  # where its run begins
 
 
@@ -184,12 +186,11 @@ def listed_span(
     tile: gl.constexpr,
     has: gl.constexpr,
     OWNS_KEYS: gl.constexpr,
-    WARPS: gl.constexpr,
 ):
     """Return the `Span` of a block mask, given that without one."""
     width: gl.constexpr = tile.rows if OWNS_KEYS else tile.columns
     tiles = span.lo, span.begin, span.end, span.hi
-    lists, parts, run, whole = spans_of_lists(tiles, lists, call, own, tile, has, OWNS_KEYS, WARPS)
+    lists, parts, run, whole = spans_of_lists(tiles, lists, call, own, tile, has, OWNS_KEYS)
     end = (parts + whole) * width
     return Span(0, parts * width, end, end, lists, run)
 
@@ -201,15 +202,18 @@ def is_edge(n, span):
 
 
 @gluon.jit
-def within_bounds(span, bounds, width: gl.constexpr, has: gl.constexpr):
-    """Return the part of a `Span` within the bounds of a mask. If `reads_no_mask`, the mask cuts no
-    tile from `begin` to `end`, either.
+def within_bounds(
+    span, bounds, call, width: gl.constexpr, has: gl.constexpr, OWNS_KEYS: gl.constexpr
+):
+    """Return the part of a `Span` within the bounds of a mask, without its holes. If
+    `reads_no_mask`, the mask cuts no tile from `begin` to `end`, either.
     """
     if has.bounds:
         tiles = span.lo, span.begin, span.end, span.hi
-        edge, _ = split_at_run(tiles, bounds, width, has)
-        lo, hi, begin, gap = edge
-        return Span(lo, begin, begin + gap, hi + gap)
+        edge, run = visited_tiles(tiles, bounds, call, width, has, OWNS_KEYS, lanes())
+        lo, begin, gap = edge.lo * width, edge.jump * width, edge.gap * width
+        hi = edge.hi * width + gap
+        return Span(lo, begin, begin + gap, hi, call.optional.starts, run.lo)
     else:
         return span
 
@@ -243,8 +247,14 @@ def tile_at(
     """
     if has.lists:
         return slot_at(n, span, WIDTH, SIZE, LOOP != 1, has)[0]
-    elif has.bounds and LOOP == 0:
-        return gl.multiple_of(gl.where(n < span.begin, n, n + (span.end - span.begin)), WIDTH)
+    elif has.bounds and LOOP == 1:
+        return gl.multiple_of(span.run + (n - span.begin), WIDTH)
+    elif has.bounds:
+        if LOOP == 0:
+            n = gl.where(n < span.begin, n, n + (span.end - span.begin))
+        if has_list(has, SIZE != COLUMNS):
+            n = gl.load(span.lists + n // WIDTH).to(gl.int32) * WIDTH
+        return gl.multiple_of(n, WIDTH)
     else:
         return n
 

@@ -92,7 +92,7 @@ def _walk_of(has):
 
 
 @gluon.jit
-def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr, WARPS: gl.constexpr = 1):
+def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
     """Return the `Span` of a head, within the bounds of its mask."""
     span = work.span
     call, queries = work.call, work.sequence.queries
@@ -100,11 +100,11 @@ def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr, WARPS: gl
     if has.lists:
         own = gl.minimum(work.start, call.sizes.keys - 1)  # the last consumer may own no key
         lists = load_lists(call.optional, call.strides, call.sizes, work.batch, h, own, True)
-        return listed_span(span, lists, call, work.start, tile, has, True, WARPS)
+        return listed_span(span, lists, call, work.start, tile, has, True)
     elif has.bounds:
         bounds = load_bounds_of_keys(call, work.batch, h, work.start, queries, tile, has)
         if has_terms(has):
-            return within_bounds(span, bounds, tile.rows, has)
+            return within_bounds(span, bounds, call, tile.rows, has, True)
         else:
             hi = gl.where(bounds.last > 0, span.hi, span.lo)
             begin = gl.minimum(span.begin, hi) if has.right else span.begin
@@ -149,7 +149,7 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
                 mbarrier.wait(bars.free.index(slot), phase ^ 1)
                 mbarrier.expect(q_ready, Q_BYTES)
                 copy_in(tensors.query, at, q_ready, buffers.query.index(slot))
-                edge = is_edge(place if has.lists else i0, span)
+                edge = is_edge(place, span)
                 expect_terms(do_ready, edge, DO_BYTES, TERM_BYTES, PART, WALK)
                 copy_in(tensors.grad_output, at, do_ready, buffers.grad_output.index(slot))
                 for half in gl.static_range(HALVES):
@@ -211,7 +211,7 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def _hide_queries(s, j, i0, r, work, edge, PART: gl.constexpr, has: gl.constexpr):
+def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BN / 2, BM] of the keys j and the queries i0 + r, -inf where the band
     hides the key. PART is that of `Span`.
     """
@@ -220,7 +220,7 @@ def _hide_queries(s, j, i0, r, work, edge, PART: gl.constexpr, has: gl.constexpr
     if PART == 0 and has.right:
         s = gl.where(at_most(r, before), float("-inf"), s)
     elif PART == 2 and (has.left or has.right):
-        if edge:
+        if is_edge(i0, work.span):
             if has.right:
                 s = gl.where(at_most(r, before), float("-inf"), s)
             if has.left:
@@ -265,8 +265,7 @@ def _dkdv_consumer(
     slot = 0
     phase = 0
     for member in range(call.sizes.group):
-        head = head_of(work, member, tile, has)
-        span = _span_of_head(work, member, tile, has, 4)
+        head, span = head_of(work, member, tile, has), _span_of_head(work, member, tile, has)
         bound = bounds_of_keys(mask_of(head), j, work.sequence.length, has)
         dbias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
         for PART in gl.static_range(2 * one_loop(tile, has), 2 + one_loop(tile, has)):
@@ -288,8 +287,7 @@ def _dkdv_consumer(
                 s, steepness = terms(s, at, r, head.slope, given, call, read_by(PART, WALK))
                 s = masked(s, place, span, buffers, part, True, PART, WALK)
                 if has.lists != 1:
-                    edge = is_edge(place, span if has.lists else work.span)
-                    s = _hide_queries(s, j, i0, r, work, edge, PART, has)
+                    s = _hide_queries(s, j, i0, r, work, PART, has)
                 p = probabilities(s, Statistics(peak, offset, offset), call, has)
                 z = p
                 if has.dropout:

@@ -97,7 +97,7 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
             mbarrier.expect(bars.first_ready.index(slot), K_BYTES)
             rows = at_row(work.batch, g, n0, tile)
             copy_in(tensors.key, rows, bars.first_ready.index(slot), buffers.key.index(slot))
-            edge = is_edge(place if has.lists else n0, work.span)
+            edge = is_edge(place, work.span)
             expect_terms(bars.second_ready.index(slot), edge, V_BYTES, TERM_BYTES, PART, has)
             copy_in(tensors.value, rows, bars.second_ready.index(slot), buffers.value.index(slot))
             for half in gl.static_range(2):
@@ -411,10 +411,10 @@ def hopper_dq_kernel(
     fence_async_shared()  # makes the barriers visible to the copies
     lo, hi = keys_of_rows(i0, i0 + tile.rows, sequence.length, sequence.shift, band, tile, has)
     begin, end = unmasked_tiles(i0, sequence, band, tile, has)
-    span = within_bounds(Span(lo, begin, end, hi), bounds, tile.columns, has)
+    span = within_bounds(Span(lo, begin, end, hi), bounds, call, tile.columns, has, False)
     if has.lists:
         lists = load_lists(optional, strides, sizes, b, h, i0, False)
-        span = listed_span(span, lists, call, i0, tile, has, False, 4)
+        span = listed_span(span, lists, call, i0, tile, has, False)
     work = work_of(i0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1

@@ -177,6 +177,12 @@ def _layout_of_lanes(WARPS):
 
 
 @gluon.jit
+def lanes():
+    """Return 0 .. 127, for `entries_within`."""
+    return gl.arange(0, 128, layout=_layout_of_lanes(gl.num_warps()))
+
+
+@gluon.jit
 def spans_of_lists(
     tiles,
     lists,
@@ -185,7 +191,6 @@ def spans_of_lists(
     tile: gl.constexpr,
     has: gl.constexpr,
     OWNS_KEYS: gl.constexpr,
-    WARPS: gl.constexpr,
 ):
     """Return (lists, parts, run, whole) of the program that owns the queries or keys from `own` on:
     the number of tiles that are partly seen, or that the band or the length cut; where the run
@@ -198,8 +203,8 @@ def spans_of_lists(
         whole = (lists.run_end - lists.run_begin) // width + (lists.part - lists.begin) * PARTS
         return lists, (lists.end - lists.part) * PARTS, lists.run_begin, whole
     else:
-        lanes = gl.arange(0, 128, layout=_layout_of_lanes(WARPS))
-        lists, run, _, edge = listed_spans(tiles, lists, call, own, tile, has, OWNS_KEYS, lanes)
+        edges = listed_spans(tiles, lists, call, own, tile, has, OWNS_KEYS, lanes())
+        lists, run, _, edge = edges
         return lists, edge.hi, run.lo, gl.cdiv(run.hi - run.lo, width)
 
 

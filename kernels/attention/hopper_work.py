@@ -10,12 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common import LOG2E
-from .bounds import Bounds, load_bounds, reads_no_mask, split_at_run
+from .bounds import Bounds, load_bounds, reads_no_mask, split_at_run, visited_tiles
 from .hopper_parts import (
     barriers,
     buffer,
     has_bounds,
     has_terms,
+    lanes,
     mask_of,
     rows_of,
     slot_of,
@@ -43,6 +44,8 @@ class Walk(NamedTuple):
         t < edges:    n = lo + t BN, or n + gap if n >= jump
         t >= edges:   begin + t BN
 
+    With the bounds of a mask n = lo + t, or n + gap, is an entry of its lists.
+
     The numbers t of a persistent program continue from one block to the next.
 
     With a block mask the edge tiles are those that are partly seen: see `tile_of_lists`.
@@ -55,7 +58,8 @@ class Walk(NamedTuple):
     jump: Any
     gap: Any
     begin: Any
-    lists: Any = 0  # `Lists` of a block mask
+    lists: Any = 0  # `Lists` of a block mask, or a pointer to those of bounds
+    listed: Any = 0  # those of bounds hold the tiles t < listed
 
 
 class Work(NamedTuple):
@@ -171,28 +175,36 @@ class Place(NamedTuple):
 
 
 @gluon.jit
-def walk_of(i0, sequence, band, bounds, tile: gl.constexpr, has: gl.constexpr):
+def walk_of(i0, sequence, call, bounds, tile: gl.constexpr, has: gl.constexpr):
     """Return the `Walk` of the queries from i0 on. If there is no edge tile, the first other
     tile counts as one. If no tile is visible, the program visits one past the end, which reads as
     zeros, never as NaN.
     """
     BN: gl.constexpr = tile.columns
     length = sequence.length
-    lo, hi = keys_of_rows(i0, i0 + tile.rows, length, sequence.shift, band, tile, has)
-    begin, end = unmasked_tiles(i0, sequence, band, tile, has)
-    edge, other = split_at_run((lo, begin, end, hi), bounds, BN, has)
-    lo, hi, jump, gap = edge
-    begin, end, _, _ = other
-    edges, others = gl.cdiv(hi - lo, BN), gl.cdiv(end - begin, BN)
-    if not jumps(has):
-        lo += gap
+    lo, hi = keys_of_rows(i0, i0 + tile.rows, length, sequence.shift, call.band, tile, has)
+    begin, end = unmasked_tiles(i0, sequence, call.band, tile, has)
     past = gl.cdiv(length, BN) * BN + BN
-    none = edges == 0
-    lo = gl.where(none, gl.where(others > 0, begin, past), lo)
-    jump = gl.where(none, lo + BN, jump)
-    begin = gl.where(none, begin, begin - edges * BN)
-    tiles = gl.maximum(edges + others, 1)
-    return Walk(0, gl.maximum(edges, 1), tiles, lo, jump, gap, begin)
+    if has.bounds:
+        edge, run = visited_tiles((lo, begin, end, hi), bounds, call, BN, has, False, lanes())
+        edges, others = edge.hi - edge.lo, gl.cdiv(run.hi - run.lo, BN)
+        begin = gl.where(others > 0, run.lo, past) - edges * BN
+        tiles, starts = gl.maximum(edges + others, 1), call.optional.starts
+        lo, jump, gap = edge.lo, edge.jump, edge.gap
+        return Walk(0, gl.maximum(edges, 1), tiles, lo, jump, gap, begin, starts, edges)
+    else:
+        edge, other = split_at_run((lo, begin, end, hi), bounds, BN, has)
+        lo, hi, jump, gap = edge
+        begin, end, _, _ = other
+        edges, others = gl.cdiv(hi - lo, BN), gl.cdiv(end - begin, BN)
+        if not has.left:
+            lo += gap
+        none = edges == 0
+        lo = gl.where(none, gl.where(others > 0, begin, past), lo)
+        jump = gl.where(none, lo + BN, jump)
+        begin = gl.where(none, begin, begin - edges * BN)
+        tiles = gl.maximum(edges + others, 1)
+        return Walk(0, gl.maximum(edges, 1), tiles, lo, jump, gap, begin)
 
 
 @gluon.jit
@@ -205,17 +217,19 @@ def _listed_walk(i0, sequence, call, lists, tile: gl.constexpr, has: gl.constexp
     lo, hi = keys_of_rows(i0, i0 + tile.rows, length, sequence.shift, call.band, tile, has)
     begin, end = unmasked_tiles(i0, sequence, call.band, tile, has)
     tiles = lo, begin, end, hi
-    lists, parts, run, whole = spans_of_lists(tiles, lists, call, i0, tile, has, False, 4)
+    lists, parts, run, whole = spans_of_lists(tiles, lists, call, i0, tile, has, False)
     run = gl.where(whole > 0, run, gl.cdiv(length, BN) * BN)
     return Walk(0, gl.maximum(parts, 1), gl.maximum(parts + whole, 1), 0, parts, 0, run, lists)
 
 
 @gluon.jit
-def numbered(walk, first, tile: gl.constexpr):
+def numbered(walk, first, tile: gl.constexpr, has: gl.constexpr):
     """Return a `Walk` with its tiles numbered from `first` on."""
     keys = first * tile.columns
     edges, end = walk.edges + first, walk.end + first
-    return Walk(first, edges, end, walk.lo - keys, walk.jump, walk.gap, walk.begin - keys)
+    lo, listed = walk.lo - (first if has.bounds else keys), walk.listed + first
+    begin = walk.begin - keys
+    return Walk(first, edges, end, lo, walk.jump, walk.gap, begin, walk.lists, listed)
 
 
 @gluon.jit
@@ -233,7 +247,7 @@ def walk_from(i0, sequence, call, bounds, first, tile: gl.constexpr, has: gl.con
     if has.lists:
         return _listed_walk(i0, sequence, call, bounds, tile, has)
     else:
-        return numbered(walk_of(i0, sequence, call.band, bounds, tile, has), first, tile)
+        return numbered(walk_of(i0, sequence, call, bounds, tile, has), first, tile, has)
 
 
 @gluon.jit
@@ -347,20 +361,20 @@ def work_of(i0, head, bounds, first, tile: gl.constexpr, has: gl.constexpr):
     )
 
 
-@gluon.constexpr_function
-def jumps(has):
-    """Return whether there may be edge tiles before the others."""
-    return has.left or has.bounds
-
-
 @gluon.jit
 def key_of_tile(walk, t, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constexpr):
     """Return the first key of the t-th tile."""
     if has.lists:
         return listed_tile_of(walk, t, tile, EDGE, has)[0]
+    elif EDGE and has.bounds:
+        n = walk.lo + t
+        n = gl.where(n < walk.jump, n, n + walk.gap)
+        listed = t < walk.listed
+        n = gl.load(walk.lists + n, mask=listed, other=0).to(gl.int32) * tile.columns
+        return gl.where(listed, n, walk.begin + t * tile.columns)
     elif EDGE:
         n0 = walk.lo + t * tile.columns
-        if jumps(has):
+        if has.left:
             n0 = gl.where(n0 < walk.jump, n0, n0 + walk.gap)
         return n0
     else:

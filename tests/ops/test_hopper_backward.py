@@ -20,11 +20,13 @@ from hopper_calls import (
     blocks,
     inputs,
     replaced,
+    simulated,
     simulated_backward,
 )
 from mutants import HOPPER_BACKWARD as FAULTS
 
 import fastformer as ff
+from benchmarks.proof import gluon_simulator
 from benchmarks.proof.gluon_simulator import Fault
 from fastformer import use_backend
 from fastformer.description import Attention, Shard, pack
@@ -548,3 +550,37 @@ def test_planted_faults(bug):
         return
     kernel, *edit, call = FAULTS[bug]
     assert any(what_is_found(kernel, call, tuple(edit), slots=n, seed=0) for n in (2, 3))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "block mask"])
+def test_holes_are_skipped(kind, monkeypatch):
+    """The tiles that are copied are those that hold a seen key, in the forward and the backward."""
+    tiles = torch.rand(4, 12, generator=torch.Generator().manual_seed(3)) < 0.4
+    mask = tiles.repeat_interleave(128, 0).repeat_interleave(64, 1)
+    mask[:, 130] = mask[3, 64:256] = False
+    copied, load = [], gluon_simulator.Load.__init__
+
+    def count(self, source, at, bar, target):
+        copied.append(target.cells[0].name.partition("[")[0])
+        load(self, source, at, bar, target)
+
+    def seen(rows, columns):
+        return int(mask.view(512 // rows, rows, 768 // columns, columns).any(3).any(1).sum())
+
+    monkeypatch.setattr(gluon_simulator.Load, "__init__", count)
+    x = {name: t.requires_grad_() for name, t in qkv(sq=512, sk=768, b=1, h=1, d=16, dv=16).items()}
+    given, how = dict(attn_mask=mask), dict(bounds=True)
+    with simulated(**how if kind == "tensor" else {}):
+        if kind == "block mask":
+            given, how = dict(attn_mask=ff.block_mask(mask)), dict(keys=64)
+        attend(**x, **given)
+        assert copied.count("k_tiles") == seen(128, 64)
+    for kernels, name, expected in (
+        (("dq",), "k_tiles", seen(128, 64)),
+        (("dkdv",), "query", seen(64, 128) if kind == "tensor" else 2 * seen(128, 64)),
+    ):
+        with simulated_backward(kernels=kernels, **how):
+            output = attend(**x, **given)
+            copied.clear()
+            torch.autograd.grad(output.sum(), x["query"] if "dq" in kernels else x["key"])
+        assert copied.count(name) == expected, kernels

@@ -100,7 +100,7 @@ def test_the_command_trains_both_backends_and_writes_what_it_found(tmp_path):
 
 def test_commands_import_what_they_need_alone(tmp_path):
     """Some no torch: a module torch that cannot be imported comes first on the path; and the others
-    neither Triton nor matplotlib.
+    neither Triton nor matplotlib nor transformers.
     """
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     code = """
@@ -115,8 +115,9 @@ for words in (["--version"], ["--help"], ["copy-task", "--help"], ["plot", "--he
     done = run_python("-c", code, paths=[tmp_path])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"fastformer {fastformer.__version__}\nusage: ")
-    heavy = "[m for m in ('triton', 'matplotlib', 'fastformer.kernels') if m in sys.modules]"
-    done = run_python("-c", f"import sys, fastformer.cli; print({heavy})")
+    heavy = "triton", "matplotlib", "transformers", "fastformer.kernels"
+    found = f"[m for m in {heavy} if m in sys.modules]"
+    done = run_python("-c", f"import sys, fastformer.cli; print({found})")
     assert done.stdout.strip() == "[]", done.stderr
 
 

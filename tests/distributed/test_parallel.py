@@ -97,7 +97,7 @@ def test_in_two_processes(tmp_path):
     """
     models = "data_parallel", "packed_batches", "bytes_sent"
     tensors = "no_targets", "any_strides", "one_device", "gated_halves"
-    context = "seed", "refusals", "order", "one_row", "no_keys", "within", "copy_task", "edges"
+    context = "seed", "refusals", "order", "one_row", "no_keys", "within", "edges"
     run(tmp_path, 2, *models, *tensors, *(f"context_{check}" for check in context))
 
 

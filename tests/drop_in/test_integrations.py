@@ -468,17 +468,6 @@ def test_output_attentions_of_compiled_layers():
     assert [x.shape[2:] for x in attentions] == [(6, 6)] * ours.config.num_hidden_layers
 
 
-def test_the_sweep_counts_attentions_and_cache_entries(monkeypatch):
-    eager, ours = eager_and_ours("gpt2")
-    given = {"input_ids": torch.randint(0, 50, (2, 6))}
-    want = {"attentions": 2, "cross_attentions": 0, "hidden_states": 3, "past_key_values": 2}
-    assert compare_models.entries(eager, given) == want
-    assert compare_models.entries_differ(ours, eager, given) == ""
-    collects = "fastformer.drop_in.transformers_attention._collects_attentions"
-    monkeypatch.setattr(collects, lambda module: False)
-    assert compare_models.entries_differ(ours, eager, given) == "attentions: 0 for 2"
-
-
 @pytest.mark.parametrize("make", [llama, mistral, bert, bart], ids=lambda make: make.__name__)
 def test_a_padding_mask_has_one_row(make, device, attention_calls):
     """So its bounds are those of all queries; padding in the middle is masked as well. Heads are
@@ -1178,6 +1167,7 @@ def test_transformers_whose_import_fails(reason, monkeypatch):
     assert ("AttentionInterface" if reason == "too old" else "tokenizers") in text
 
 
+@pytest.mark.with_all
 def test_imports(tmp_path):
     """fastformer imports no transformers, and puts nothing on sys.path that would give transformers
     kernels/ in place of the package `kernels`.

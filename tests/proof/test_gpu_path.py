@@ -172,12 +172,10 @@ def test_calls_are_right(gpu, name):
     assert gpu.right("case", name) >= 4
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize(
     "capability, sample",
-    [
-        pytest.param((8, 0), "attention, one gradient for all", marks=pytest.mark.with_all),
-        ((10, 0), "feed_forward, gelu"),
-    ],
+    [((8, 0), "attention, one gradient for all"), ((10, 0), "feed_forward, gelu")],
 )
 def test_launches_on_other_gpus(gpus, capability, sample, request):
     for name in cases.CASES if request.config.getoption("slow") else [sample]:

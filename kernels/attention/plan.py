@@ -361,7 +361,7 @@ class Plan:
             strides = arguments["strides"]._replace(**bounds.strides())
             arguments = arguments | dict(strides=strides)
             has = has._replace(bounds=1 if source.name == "mask" else 2)
-        if name == "dkdv" and launch is TMALaunch:
+        if name == "dkdv" and launch is not Launch:
             tiles = tiles._replace(BN=128)  # of a program
         programs = grid(tiles, has)
         has = has._replace(sections=len(programs) == 3)

@@ -37,6 +37,7 @@ PAD, START = 0, 1
 DEFAULT_STEPS = 400
 INTERPRETED_SECONDS, INTERPRETED_STEPS = 60.0, 3  # of an interpreted run: at most, at least
 COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4  # later, correct runs diverge by rounding
+FINAL_STEPS, FINAL_TOLERANCE = 20, 0.1
 DECODED_TOKENS = 256  # decoded to measure the speed
 MAX_LENGTH = 5000  # positions in the positional encoding of make_model
 
@@ -393,23 +394,35 @@ def _items_within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:
         yield item
 
 
-def loss_difference(runs: Sequence[Run]) -> float | None:
-    """Return the largest loss difference of two runs over their first 20 common steps.
+def loss_difference(runs: Sequence[Run], steps: int = COMPARED_STEPS) -> float | None:
+    """Return the largest loss difference of two runs over their first `steps` common steps.
 
     Return None unless there are two runs.
     """
     if len(runs) != 2:
         return None
-    pairs = zip(*(run.losses[:COMPARED_STEPS] for run in runs), strict=False)
+    pairs = zip(runs[0].losses[:steps], runs[1].losses[:steps], strict=False)
     differences = [abs(a - b) for a, b in pairs]
     return math.nan if any(map(math.isnan, differences)) else max(differences, default=None)
+
+
+def _final_difference(runs: Sequence[Run]) -> float | None:
+    """Return the difference between two runs of the mean loss of their last 20 steps.
+
+    Return None unless there are two runs, both complete with the default number of steps or more.
+    """
+    if len(runs) != 2 or any(r.decoded is None or len(r.losses) < DEFAULT_STEPS for r in runs):
+        return None
+    a, b = (statistics.fmean(r.losses[-FINAL_STEPS:]) for r in runs)
+    return abs(a - b)
 
 
 def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
     """Return the faults of the runs, one sentence per fault.
 
     The faults are: a run with the default number of steps or more does not copy; the losses of the
-    two backends differ by more than 1e-4 in the first 20 steps. Interrupted runs have none.
+    two backends differ by more than 1e-4 in the first 20 steps; the final losses differ by more
+    than 0.1, if both runs have the default number of steps or more. Interrupted runs have none.
     """
     if runs[-1].interrupted:
         return []
@@ -418,11 +431,16 @@ def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
         for run in runs
         if run.decoded not in (None, settings.sentence) and len(run.losses) >= DEFAULT_STEPS
     ]
-    first = loss_difference(runs)
+    first, final = loss_difference(runs), _final_difference(runs)
     if first is not None and not first <= LOSS_TOLERANCE:
         found.append(
             f"the losses of the backends differ by {first:.1e} in the first {COMPARED_STEPS} "
             f"steps; expected at most {LOSS_TOLERANCE:.0e}"
+        )
+    if final is not None and not final <= FINAL_TOLERANCE:
+        found.append(
+            f"the final losses of the backends differ by {final:.2g}; "
+            f"expected at most {FINAL_TOLERANCE}"
         )
     return found
 
@@ -484,11 +502,18 @@ def compare(
             return runs
     difference = loss_difference(runs)
     if difference is not None:
-        compared = min(COMPARED_STEPS, *(len(run.losses) for run in runs))
+        common = min(len(run.losses) for run in runs)
+        compared = min(common, COMPARED_STEPS)
         print(
             f"\nLargest loss difference between {runs[0].backend} and {runs[1].backend} "
             f"over steps 1..{compared}: {difference:.1e} (at most {LOSS_TOLERANCE:.0e})"
         )
+        if common > compared:
+            total = loss_difference(runs, common)
+            print(f"Over all {common} common steps, which diverge by rounding: {total:.1e}")
+        final = _final_difference(runs)
+        if final is not None:
+            print(f"Difference of the final losses: {final:.1e} (at most {FINAL_TOLERANCE})")
     return runs
 
 

@@ -164,6 +164,7 @@ BAD = [1] * 10
         ({"losses": [0.5, 0.5002, 0.5], "decoded": None}, ["differ by 2.0e-04 in the first 20"]),
         ({"losses": [0.5, math.nan], "decoded": None}, ["differ by nan"]),
         ({"losses": [0.5] * 20 + [0.55] * 380}, []),  # later steps may drift apart
+        ({"losses": [0.5] * 20 + [0.7] * 380}, ["final losses of the backends differ by 0.2"]),
         ({"decoded": BAD}, ["triton: trained 400 steps and does not copy"]),
         ({"losses": [0.5] * 399, "decoded": BAD}, []),  # fewer than the default steps
     ],

@@ -287,14 +287,12 @@ class Plan:
         if attention.mask_spans is not None:
             cut = self.has.left, self.has.right, self.has.lengths, self.has.shard
             self.has = self.has._replace(lists=3 if documents else 2 if any(cut) else 1)
-        self.steps = tuple(step for x in (query, key, value) for step in self.strides(x))
+        self.steps = rows = tuple(n for x in (query, key, value) for n in self.strides(x))
         group = self.heads // max(1, self.groups)
         softcap = 1.0 if attention.softcap is None else attention.softcap
         lengths = self.q_length, self.k_length, q_rows, k_rows
         self.arguments: dict[str, Any] = dict(
-            strides=Strides(
-                *self.steps, *strides[0], *strides[1], *slopes, *_steps_of_lists(attention)
-            ),
+            strides=Strides(*rows, *strides[0], *strides[1], *slopes, *_steps_of_lists(attention)),
             sizes=Sizes(self.heads, group, *lengths, attention.shard or 1),
             band=Band(left, right),
             factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)[:2]),

@@ -284,8 +284,7 @@ class Plan:
         if attention.mask_spans is not None:
             cut = self.has.left, self.has.right, self.has.lengths, self.has.shard
             self.has = self.has._replace(lists=3 if in_documents else 2 if any(cut) else 1)
-        rows = (*self.strides(query), *self.strides(key), *self.strides(value))
-        self.steps: tuple[Any, ...] = rows  # of batches, heads and rows
+        self.steps = rows = tuple(n for x in (query, key, value) for n in self.strides(x))
         group = self.heads // max(1, self.groups)
         softcap = 1.0 if attention.softcap is None else attention.softcap
         lengths = self.q_length, self.k_length, q_rows, k_rows

@@ -137,12 +137,12 @@ def chosen(
         made: dict[int, Any] = {}  # by tensor; a descriptor comes behind the pointer of its tensor
 
         def given_as(group: str, x: Any) -> Any:
+            if hasattr(x, "block_shape"):
+                form = x.shape, x.strides, x.block_shape, x.layout
+                return gluon_simulator.Descriptor(made[id(x.base)], *form)
             if isinstance(x, Tensor):
                 return made.setdefault(id(x), pointer(name, group, x))
-            if isinstance(x, int):
-                return x
-            form = x.shape, x.strides, x.block_shape, x.layout
-            return gluon_simulator.Descriptor(made[id(x.base)], *form)
+            return x
 
         given = [
             of(*(given_as(f"{group}.{field}", y) for field, y in zip(of._fields, x)))

@@ -70,7 +70,8 @@ def bounds_of(kernel, blocks, scores, mask=None, bias=None):
     made = plan.Plan(query, key, key, attention)
     source = bounds.bounds_source(attention, made.has, scores)
     launch = bounds.BoundedLaunch(kernel, plan.Tiles(*blocks, 4, 1), source, made.tile.wide)
-    *_, lists, _, numbers = launch.with_bounds(plan.optional_inputs(query, attention))
+    given = bounds.OptionalInputs(*launch.with_bounds(plan.optional_inputs(query, attention)))
+    lists, numbers = given.starts, given.bounds
 
     seen = ~(bias.double() < -2.3586e38) if mask is None else mask.view(torch.uint8) != 0
     seen = seen.expand(scores)[: source.sizes.batches, : source.sizes.heads, : source.sizes.queries]

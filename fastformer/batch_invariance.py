@@ -80,7 +80,7 @@ class _Products(TorchDispatchMode):
             names = ", ".join(x.__name__ for x in types)
             raise RuntimeError(f"batch_invariant() cannot compute {func} of a {names}")
         out, dtype = kwargs.pop("out", None), kwargs.pop("out_dtype", None)
-        if func._overloadname == "dtype":
+        if func._overloadname in ("dtype", "dtype_out"):
             *args, dtype = args
         found = formula(*args, **kwargs, dtype=dtype)
         in_place = func.overloadpacket.__name__.endswith("_")

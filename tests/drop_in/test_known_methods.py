@@ -121,12 +121,15 @@ def test_methods_run_as_they_are_on_a_cpu(make, monkeypatch):
     monkeypatch.setattr(
         known_methods, "_torch_is_faster", lambda *given: calls.append(inner(*given)) or calls[-1]
     )
-    plain, model, report = pair(make)
+    options = dict(attention_probs_dropout_prob=0.0) if make is bert else {}
+    plain, model, report = pair(make, **options)
     torch.manual_seed(1)
     want = result(plain.train())
     torch.manual_seed(1)
     close(result(model.train()), want)  # with dropout: it is torch's
     assert len(calls) >= 4 and all(calls) and not report.fallbacks
+    with pytest.raises(TypeError, match="hidden_states"):
+        (model.bert.encoder.layer[0].output if make is bert else model.transformer.h[0])()
     calls.clear()
     for backend in ("reference", "triton"):
         with ff.use_backend(backend), torch.no_grad():

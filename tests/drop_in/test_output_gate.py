@@ -158,7 +158,7 @@ def test_the_order_of_the_operands(product, order, tmp_path):
 
 
 def test_forwards_that_stay():
-    """Without a source, with a variable of an outer function, or with another torch."""
+    """Without a source, with a variable of an outer function, another torch, or a private name."""
     names = {"torch": torch}
     exec("def forward(x, y):\n    return x * torch.sigmoid(y)", names)
     scale = 2.0
@@ -169,8 +169,15 @@ def test_forwards_that_stay():
     def plain(x, y):
         return x * torch.sigmoid(y)
 
+    class Private:
+        def forward(self, x, y):
+            return self.__twice(x * torch.sigmoid(y))
+
+        def __twice(self, x):
+            return 2 * x
+
     other = types.FunctionType(plain.__code__, {"torch": types.SimpleNamespace(sigmoid=torch.tanh)})
-    for function in (names["forward"], scaled, other):
+    for function in (names["forward"], scaled, other, Private.forward):
         assert output_gate.with_gates(function) is function.__code__
     assert output_gate.with_gates(plain) is not plain.__code__
 

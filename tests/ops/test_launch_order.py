@@ -65,7 +65,7 @@ def programs(monkeypatch):
         return former(self, *operands)
 
     def store(self, pointers, value, mask, *rest, former=builder.create_masked_store):
-        if found[-1].address is None:
+        if found[-1].address is None and mask.data.any():
             places = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
             found[-1].address = int(places.min())
         return former(self, pointers, value, mask, *rest)

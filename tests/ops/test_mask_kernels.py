@@ -161,16 +161,18 @@ def test_tensors(work, tiles, against_oracle, kind, name):
 
 
 @pytest.mark.parametrize("kind", ["blocks", "tensor", "numbers"])
+@pytest.mark.parametrize("left, right, length", [(170, 0, 390), (None, 0, N), (None, None, 390)])
 @pytest.mark.parametrize("name", ["documents", "Longformer", "BigBird", "both ends", "none"])
-def test_tiles_that_a_band_and_lengths_leave(work, tiles, name, kind):
+def test_tiles_that_a_band_and_lengths_leave(work, tiles, name, left, right, length, kind):
     """Of those that the mask shows, the ones within them."""
     tiles(128, 64)
     mask, i, j = PATTERNS[name], torch.arange(N)[:, None], torch.arange(N)
-    band = (j <= i) & (j >= i - 170) & (j < 390)
+    band = (j <= i + (N if right is None else right)) & (j >= i - (left or N)) & (j < length)
     reached = torch.zeros(2, 512, 512, dtype=torch.bool)
     reached[0, :N, :N], reached[1, :N, :N] = mask, band
     seen, within = reached.view(2, 4, 128, 8, 64).any(4).any(2)
-    options = dict(key_lengths=torch.tensor([390]), window=(170, 0))
+    options = {} if length == N else dict(key_lengths=torch.tensor([length]))
+    options |= {} if right is None else dict(window=(left, right))
     x, out = [torch.randn(1, 2, N, 16, requires_grad=True) for _ in range(3)], []
     options |= given_as(kind, mask)
     visited = 2 * int((seen & within).sum())

@@ -330,7 +330,7 @@ def _like(method: FunctionType, function: Method) -> Method:
     return run
 
 
-def _torch_is_faster(x: Any, *others: Any) -> bool:
+def _torch_is_faster(x: Any = None, *others: Any) -> bool:
     """Return whether the method itself is to run: under "auto" on a CPU it computes the same, and
     makes fewer calls than the ops.
     """

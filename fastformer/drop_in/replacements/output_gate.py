@@ -79,5 +79,7 @@ def with_gates(forward: FunctionType) -> CodeType:
     if not products.found or code.co_freevars:
         return code
     module = ast.fix_missing_locations(ast.Module([definition], []))
-    made = compile(module, code.co_filename, "exec", dont_inherit=True)
-    return next(x for x in made.co_consts if isinstance(x, CodeType) and x.co_name == code.co_name)
+    codes = compile(module, code.co_filename, "exec", dont_inherit=True).co_consts
+    made = next(x for x in codes if isinstance(x, CodeType) and x.co_name == code.co_name)
+    # A private name (self.__x) holds that of its class, which is not compiled here.
+    return made if {*made.co_names} <= {*code.co_names, NAME} else code

@@ -56,6 +56,10 @@ BOUND = 1e-4  # relative error, of outputs and gradients
 # By type, attentions that its model returns but does not ask its layers for: only eager has them.
 UNASKED = {"kosmos-2": "projection_attentions", "pix2struct": "encoder_attentions"}
 
+OLDER = """The data are older than the replacement of whole layers and of their feed-forward layers.
+tests/drop_in/test_known_methods.py compares these for 20 types
+([existing models](existing_models.md))."""
+
 # ----------------------------------------------------------------------------------------- compare
 
 
@@ -460,6 +464,8 @@ def page(rows, version):
     counts = {word: sum(word in text for text in whole) for word in ("norms", "gated", "rotary")}
     losses = sum("loss" in text for text in whole)
     built = len(rows) - len(of["not built"])
+    layers = sum("layers" in text for text in whole)
+    layers = f"The forward of layers was replaced in {layers} types." if layers else OLDER
     return f"""# Model types of transformers
 
 Every model type of transformers {version}, against eager attention. Each is built small, with
@@ -497,6 +503,8 @@ were compared for their attention alone: {built - len(whole)}.
 | gated feed-forward layers | {counts["gated"]} |
 | rotary positions | {counts["rotary"]} |
 | the loss | {losses} |
+
+{layers}
 
 The data name for each type what was replaced, how often, and which layers stay and why.
 

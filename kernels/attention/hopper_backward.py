@@ -16,7 +16,7 @@ the forward in hopper.py. `fastformer tune` measures them for the calls that the
                  With the bounds of bounds.py, masked tiles are skipped, and a second loop computes
                  the completely unmasked tiles without reading the mask. With a block mask, the
                  first loop computes the partly seen tiles of a list, whose bits are copied, and the
-                 second one the whole tiles.
+                 second loop computes the whole tiles.
 
 docs/kernels.md draws which warps wait for which. benchmarks/proof/gluon_simulator.py runs the
 kernels on a CPU and finds accesses that no barrier orders.

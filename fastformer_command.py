@@ -237,7 +237,8 @@ def _add_dpi(add: Any) -> None:
 # --------------------------------------------------------------------------------------------- plot
 
 PLOT = """Draws a figure from values that the package computes. attention-maps trains the copy task
-first. loss-curves trains it on both backends, as copy-task --plot does."""
+first. loss-curves trains it on both backends, as copy-task --plot does, or reads a file of
+copy-task --json."""
 FIGURES = (
     *("block-masks", "subsequent-mask", "positional-encoding", "positional-heat-map"),
     *("smoothed-targets", "smoothing-penalty", "relu", "learning-rate", "sequence-layers"),
@@ -251,6 +252,8 @@ def _add_plot(add: Any) -> None:
     add("--out", type=_figure_file, required=True, metavar="FILE", help=out)
     add("--steps", type=int, default=400, help="training steps, for a figure that needs them")
     add("--seed", type=int, default=0, help="the seed of that training")
+    json = "for loss-curves: a file of copy-task --json; by default it trains"
+    add("--json", type=Path, metavar="FILE", help=json)
     layer = "for attention-maps: one layer, as decoder.layers.1.src_attn; by default all"
     add("--layer", metavar="NAME", help=layer)
     add("--head", type=int, help="for attention-maps: one head, from 1 on; by default all")

@@ -152,14 +152,17 @@ def _command(arguments: argparse.Namespace) -> str:
 
 def run_plot(arguments: argparse.Namespace) -> int:
     name, parser = arguments.name, arguments.parser
-    for option in ("layer", "head"):
-        if getattr(arguments, option) is not None and name != "attention-maps":
+    owners = {"json": "loss-curves", "layer": "attention-maps", "head": "attention-maps"}
+    for option, figure_name in owners.items():
+        if getattr(arguments, option) is not None and name != figure_name:
             parser.error(f"{name} takes no --{option}")
     if name in plots.PICTURES:
         with _threads(1):
             figure = plots.picture(name)
     elif name == "attention-maps":
         figure = _attention_maps(arguments, parser)
+    elif arguments.json is not None:
+        figure = _loss_curves(arguments.json, parser)
     else:
         options = ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
         options += ["--plot", str(arguments.out), "--dpi", str(arguments.dpi)]
@@ -184,6 +187,27 @@ def _attention_maps(arguments: argparse.Namespace, parser: argparse.ArgumentPars
         maps, decoded = copy_task.attention_maps(settings)
     maps = maps if layer is None else {layer: maps[layer]}
     return plots.attention_maps(maps, settings.sentence, head, decoded)
+
+
+def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:
+    """Draw the loss curves of a file that copy-task --json wrote."""
+    try:
+        result = json.loads(path.read_text())
+        where, runs = result["environment"], result["runs"]
+        curves = {}
+        for run in runs:
+            losses = [math.nan if loss is None else loss for loss in run["losses"]]
+            given = run["backend"], run["interpreted"], losses, math.nan, None
+            curves[copy_task.Run(*given, parallel=run.get("parallel")).title] = losses
+        title = f"Copy task on {where.get('gpu') or where.get('device')}"
+    except (OSError, ValueError) as error:
+        parser.error(f"{path} is not a result of copy-task --json: {error}")
+    except (AttributeError, KeyError, TypeError):
+        parser.error(
+            f"{path} is not a result of copy-task --json; expected an object with 'environment' "
+            "and with 'runs', each with its 'backend', 'interpreted' and 'losses'"
+        )
+    return plots.loss_curves(curves, title)
 
 
 # --------------------------------------------------------------------------------------------- tune

@@ -1,5 +1,6 @@
 """The data of each picture are what the tutorials draw, and `fastformer plot` writes each one."""
 
+import json
 import math
 
 import pytest
@@ -90,6 +91,13 @@ def test_relu_and_the_learning_rate():
     assert len(rates) == 3
 
 
+@pytest.mark.parametrize("name", plots.PICTURES)
+def test_the_command_writes_each(name, tmp_path, capsys):
+    out = tmp_path / "picture.png"
+    assert main(["plot", name, "--out", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG") and f"Wrote {out}" in capsys.readouterr().out
+
+
 FIGURES = dict(plots.PICTURES)
 FIGURES["loss-curves"] = lambda: plots.loss_curves({"a": [3, 2, 1], "b": [3, 2]}, "Losses")
 FIGURES["attention-maps"] = lambda: plots.attention_maps(
@@ -148,6 +156,23 @@ def test_attention_maps_of_one_head_and_of_a_model_that_has_not_learnt():
     assert "learnt" not in plots.attention_maps(maps, [1, 2, 3], decoded=[1, 2, 3]).get_suptitle()
 
 
+def test_the_gaps_between_attention_maps_are_even():
+    """Also between those of the decoder, which have other shapes."""
+    maps = {f"layer {i}": torch.rand(3, 3 + i % 2, 4) for i in range(4)}
+    figure = plots.attention_maps(maps, [1, 2, 3, 4])
+    figure.draw_without_rendering()
+    boxes = [axes.get_position() for axes in figure.axes[:12]]
+    below = {round(a.y0 - b.y1, 3) for a, b in zip(boxes, boxes[3:])}
+    beside = {round(boxes[i + 1].x0 - boxes[i].x1, 3) for i in range(12) if i % 3 < 2}
+    assert len(below) == len(beside) == 1
+
+
+def test_curves_that_coincide_are_all_visible():
+    """The second one is drawn on top, and is thinner by a point."""
+    first, second = FIGURES["loss-curves"]().axes[0].lines
+    assert first.get_linewidth() - second.get_linewidth() >= 1
+
+
 def test_the_tokens_of_a_figure_are_named():
     axes, *_ = FIGURES["smoothed-targets"]().axes
     shown = [
@@ -199,9 +224,29 @@ def test_attention_maps_are_the_weights_of_every_layer(monkeypatch, tmp_path):
     assert not shown["decoder.layers.0.self_attn"].triu(1).any()
 
 
-def test_loss_curves_and_wrong_options(monkeypatch, tmp_path, capsys):
-    out = tmp_path / "curves.svg"
+def test_loss_curves_of_a_file_and_of_a_new_run(monkeypatch, tmp_path, capsys):
+    runs = [
+        dict(backend="reference", interpreted=False, losses=[2.0, 1.0, None]),
+        dict(backend="triton", interpreted=True, losses=[2.0, 1.0]),
+    ]
+    source, out = tmp_path / "result.json", tmp_path / "curves.svg"
+    source.write_text(json.dumps({"runs": runs, "environment": {"gpu": None, "device": "cpu"}}))
+    drawn = {}
+    draw = plots.loss_curves
+    monkeypatch.setattr(plots, "loss_curves", lambda c, t: draw(drawn.update(c) or c, t))
+    assert main(["plot", "loss-curves", "--json", str(source), "--out", str(out)]) == 0
+    assert out.read_text().startswith("<?xml")
+    assert drawn["triton, interpreted"] == [2.0, 1.0] and math.isnan(drawn["reference"][2])
+
+    other = f"{source} is not a result of copy-task --json; expected an object with 'environment'"
+    for text in ("no JSON", "[]", '{"environment": [], "runs": []}', "{}"):
+        source.write_text(text)
+        with pytest.raises(SystemExit) as stopped:
+            main(["plot", "loss-curves", "--json", str(source), "--out", str(out)])
+        complaint = other.partition(";")[0] if text == "no JSON" else other
+        assert stopped.value.code == 2 and complaint in capsys.readouterr().err
     for words, complaint in (
+        (["relu", "--json", str(source)], "relu takes no --json"),
         (["relu", "--head", "1"], "relu takes no --head"),
         (["attention-maps", "--steps", "0"], "steps is 0"),
         (["attention-maps", "--head", "5"], "head is 5; expected an int from 1 to 4"),

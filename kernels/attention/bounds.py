@@ -4,14 +4,16 @@ For each tile of queries, one program reads the mask once and writes seven numbe
 
     first, run_begin, run_end, last, begin, run, end
 
-No query of the tile sees a key outside of first <= j < last. Every query of the tile sees all keys
-run_begin <= j < run_end: the run, the longest sequence of complete tiles that the mask leaves
-unmasked. The entries begin <= e < end of the lists are the indices of the tiles of keys of which a
-query sees any, in ascending order; the tiles of the run are those from `run` on. The attention
-kernels loop over the run, without reading the mask, and over the other entries. The kernel that
-computes dK and dV uses the same numbers with the roles of queries and keys exchanged.
+No query of the tile sees a key outside of first <= j < last. Every query of the tile sees every
+key that exists in run_begin <= j < run_end: the run, the longest sequence of adjacent tiles without
+a hidden key. Its last tile may reach past the last key. The entries begin <= e < end of the lists
+are, in ascending order, the indices of the tiles of keys of which some query sees any. Entry `run`
+is the first tile of the run; the other tiles of the run follow it, and then the tiles behind the
+run. The attention kernels loop over the run, without reading the mask, and over the other entries.
+The kernel that computes dK and dV uses the same numbers with queries and keys exchanged.
 
-The bounds may also be read from a bias: -inf in base 2 hides a key, and in the run the bias is 0.
+The bounds may also be read from a bias. It hides a key where the bias times log2(e) is -inf, and in
+the run the bias is 0.
 
 A mask that is the same for all batches, heads or queries has one set of bounds for all of them. The
 host never reads the bounds: the kernels can be captured in a CUDA graph.
@@ -77,8 +79,8 @@ class Bounds(NamedTuple):
 
 class Span(NamedTuple):
     """The tiles that a loop visits. A loop without bounds visits the keys, or queries, n = lo,
-    lo + width, .. < hi. One with bounds visits the tiles number lo <= n < hi, where those from
-    `jump` on lie `gap` further. They count the entries of the lists, or all tiles if there is none.
+    lo + width, .. < hi. A loop with bounds counts lo <= n < hi, and takes n + gap for n from
+    n = jump on: an entry of the lists or, if there is no list, the index of a tile.
     """
 
     lo: Any
@@ -373,8 +375,8 @@ def bounds_source(
     attention: Attention, has: Features, scores: tuple[int, int, int, int]
 ) -> Source | None:
     """Return the tensor that the bounds of a call with scores [B, H, Sq, Sk] can be read from: the
-    mask, or else a bias that all heads share (most often a mask written as 0 and -inf). Return None
-    if the call has neither.
+    mask, or else a bias that two or more heads share (most often a mask written as 0 and -inf).
+    Return None if there is neither, in a packed batch, and for more than MOST_TOKENS tokens.
     """
     name = "mask" if has.mask else "bias"
     x = attention.attn_mask if has.mask else attention.bias
@@ -414,7 +416,7 @@ class BoundedLaunch:
             word=source.word,
             wide=wide,
         )
-        if kernel == "decode":  # all queries, and no run
+        if kernel == "decode":  # all queries; the kernel does not read the run
             rows = triton.next_power_of_2(sizes.queries)
             reading = reading._replace(rows=rows, columns=max(tiles.BN, 4096 // rows))
         elif sizes.queries == 1 and not owns_keys:  # one row is read in few steps

@@ -24,14 +24,7 @@ class Tiles(NamedTuple):
 _Row = tuple[int, int, int, int]
 _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, ...]]] = {
     ("forward", 16): {
-        "sm_90": (
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (128, 32, 8, 3),
-            (32, 32, 8, 3),
-        ),
-        "sm_100": (
+        "sm_90 sm_100": (
             (128, 64, 8, 3),
             (128, 64, 8, 3),
             (128, 64, 8, 3),
@@ -139,14 +132,7 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, ...]]] = {
         "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
     },
     ("dbias", 16): {
-        "sm_90": (
-            (64, 64, 8, 3),
-            (64, 64, 8, 3),
-            (64, 64, 8, 3),
-            (64, 64, 8, 1),
-            (64, 64, 8, 1),
-        ),
-        "sm_100": (
+        "sm_90 sm_100": (
             (64, 64, 8, 3),
             (64, 64, 8, 3),
             (64, 64, 8, 3),
@@ -177,14 +163,7 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, ...]]] = {
     },
     # Upper bounds: `narrowed` fits BM, rows of heads x queries, and BN, keys, to the call.
     ("decode", 16): {
-        "sm_90": (
-            (64, 64, 4, 3),
-            (64, 64, 4, 3),
-            (64, 64, 4, 3),
-            (32, 32, 4, 3),
-            (16, 32, 4, 3),
-        ),
-        "sm_100": (
+        "sm_90 sm_100": (
             (64, 64, 4, 3),
             (64, 64, 4, 3),
             (64, 64, 4, 3),
@@ -218,55 +197,32 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, ...]]] = {
         "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
         "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
     },
-    # These replace the rows above if a kernel reads a mask or a bias over queries and keys.
-    ("forward full", 16): {
-        "sm_86": (
-            (128, 64, 8, 2),
-            (128, 64, 8, 2),
-            (128, 32, 8, 3),
-            (64, 32, 8, 2),
-            (32, 16, 8, 2),
-        ),
-        "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 8, 1), (64, 32, 4, 1)),
-    },
-    ("dkdv full", 32): {
-        "sm_90": ((32, 64, 8, 1), (32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 8, 2)),
-        "sm_86": ((32, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 2), (16, 16, 8, 1)),
-        "sm_100": ((32, 64, 8, 1), (32, 64, 8, 1), (32, 16, 4, 2), (16, 16, 8, 1)),
-    },
-    ("dq full", 16): {
-        "sm_90": (
-            (128, 32, 8, 3),
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (64, 32, 8, 3),
-            (32, 32, 8, 3),
-        ),
-        "sm_86": (
-            (64, 64, 4, 3),
-            (64, 64, 4, 3),
-            (64, 32, 8, 3),
-            (32, 32, 4, 2),
-            (16, 16, 8, 2),
-        ),
-        "sm_100": (
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (128, 64, 8, 2),
-            (64, 32, 8, 3),
-            (32, 32, 8, 3),
-        ),
-    },
-    ("dq full", 32): {
-        "sm_90": ((64, 32, 8, 1), (64, 32, 4, 1), (16, 32, 4, 2), (16, 16, 8, 2)),
-        "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    },
 }
 CONFIGURATIONS = {
     (*key, arch): tuple(Tiles(*row) for row in rows)
     for key, table in _TABLES.items()
     for names, rows in table.items()
     for arch in names.split()
+}
+# Tiles that replace those above if a kernel reads a mask or a bias over queries and keys, by the
+# place of the head dim in the row.
+_FULL: dict[tuple[str, int, str], dict[int, _Row]] = {
+    ("forward", 16, "sm_86"): {0: (128, 64, 8, 2), 1: (128, 64, 8, 2)},
+    ("forward", 16, "gfx942"): {2: (128, 32, 8, 1)},
+    ("dkdv", 32, "sm_90"): {1: (32, 32, 8, 1), 2: (32, 16, 4, 1)},
+    ("dkdv", 32, "sm_86"): {0: (32, 32, 8, 2), 1: (32, 32, 8, 2), 2: (32, 16, 4, 2)},
+    ("dkdv", 32, "sm_100"): {3: (16, 16, 8, 1)},
+    ("dq", 16, "sm_90"): {0: (128, 32, 8, 3)},
+    ("dq", 16, "sm_86"): {3: (32, 32, 4, 2)},
+    ("dq", 16, "sm_100"): {2: (128, 64, 8, 2), 3: (64, 32, 8, 3), 4: (32, 32, 8, 3)},
+    ("dq", 32, "sm_90"): {1: (64, 32, 4, 1)},
+    ("dq", 32, "other"): {2: (16, 16, 8, 1)},
+}
+CONFIGURATIONS |= {
+    (kernel + " full", bits, arch): tuple(
+        Tiles(*tiles.get(i, row)) for i, row in enumerate(CONFIGURATIONS[kernel, bits, arch])
+    )
+    for (kernel, bits, arch), tiles in _FULL.items()
 }
 
 

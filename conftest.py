@@ -216,7 +216,9 @@ def repaired_interpreter():
     if HAS_GPU:
         yield
         return
-    from fastformer.kernels import interpreter, memory_check
+    from fastformer.kernels import interpreter
+
+    from benchmarks.proof import memory_check
 
     interpreter.repair()
     with memory_check.checked():

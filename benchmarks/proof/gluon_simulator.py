@@ -17,7 +17,7 @@ found are: a plain access and an asynchronous one to the same memory without a p
 them, such as the initialisation of a barrier and a copy that arrives there; more arrivals in a
 phase than a barrier's count; bytes that do not add up; a deadlock; copies, stores and wgmma that
 are under way when a partition ends; slices past the end of shared memory; and in global memory all
-that kernels/memory_check.py finds.
+that memory_check.py finds.
 
 What it does not see: layouts, and so bank conflicts and wgmma that Triton refuses; registers, of
 which benchmarks/proof/sass.py sees hazards in machine code; the order that ptxas gives the
@@ -39,11 +39,12 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from fastformer.kernels.memory_check import AccessError, Argument
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.jit import JITFunction
+
+from benchmarks.proof.memory_check import AccessError, Argument
 
 Edits = Mapping[str, Iterable[tuple[str, str]]]  # by function: what to replace in its text, once
 

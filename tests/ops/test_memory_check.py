@@ -12,12 +12,13 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from fastformer.kernels import common, memory_check
+from fastformer.kernels import common
 from fastformer.kernels.attention import plan, short_backward
 from mutants import read
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fastformer as ff
+from benchmarks.proof import memory_check
 from fastformer import use_backend
 
 if not common.INTERPRETED:

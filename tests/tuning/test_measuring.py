@@ -609,7 +609,7 @@ def interpreted():
 
     if not INTERPRETED:
         pytest.skip("needs Triton's interpreter")
-    from fastformer.kernels import memory_check
+    from benchmarks.proof import memory_check
 
     with memory_check.unchecked():  # the kernels read and write outside
         yield

@@ -33,11 +33,27 @@ class DropoutStream(NamedTuple):
     shift: Any
 
 
+class Size(NamedTuple):
+    """M rows of N columns."""
+
+    M: Any
+    N: Any
+
+
 class Draw(NamedTuple):
     """What a kernel that owns rows needs for dropout: the seed, and `Dropout`."""
 
     seed: Any
     dropout: Any
+
+
+@triton.jit
+def load_where(pointers, ok, GUARD: tl.constexpr):
+    """Load where `ok` is True, and return zero elsewhere. Without GUARD load everything."""
+    if GUARD:
+        return tl.load(pointers, mask=ok, other=0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from fastformer.description import row_shard
 
 from .common import INTERPRETED as INTERPRETED
 from .common import Draw, drop_rows, dropout_arguments
+from .common import Size as GradientSize
 from .launch import (
     Launch,
     accumulator,
@@ -90,13 +91,6 @@ class Size(NamedTuple):
     N: Any
     S: Any
     V: Any
-
-
-class GradientSize(NamedTuple):
-    """M tokens of N features."""
-
-    M: Any
-    N: Any
 
 
 class Case(NamedTuple):

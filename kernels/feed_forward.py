@@ -37,7 +37,15 @@ from torch import Tensor
 from fastformer.batch_invariance import on
 from fastformer.description import RowShard, row_shard
 
-from .common import INTERPRETED, dropout_arguments, dropout_keep, dropout_stream, tile_in_turn
+from .common import (
+    INTERPRETED,
+    Size,
+    dropout_arguments,
+    dropout_keep,
+    dropout_stream,
+    load_where,
+    tile_in_turn,
+)
 from .launch import (
     Launch,
     accumulator,
@@ -57,7 +65,16 @@ from .launch import (
     unit_stride,
     unsupported_dtype,
 )
-from .products import CONFIGURATIONS, GROUP_ROWS, Tiles, configuration, linear, matmul, product
+from .products import (
+    CONFIGURATIONS,
+    GROUP_ROWS,
+    Sizes,
+    Tiles,
+    configuration,
+    linear,
+    matmul,
+    product,
+)
 from .registration import register
 from .tuned import TuningKey, choose, flags, named
 
@@ -139,21 +156,6 @@ def _derivative(z, KIND: tl.constexpr, ALPHA: tl.constexpr = 1.0):
     else:
         s = tl.sigmoid(z * ALPHA)
         return s * (1.0 + z * ALPHA * (1.0 - s))
-
-
-class Size(NamedTuple):
-    """M rows of N hidden units."""
-
-    M: Any
-    N: Any
-
-
-class ProductSize(NamedTuple):
-    """M rows of N hidden units, from K features."""
-
-    M: Any
-    N: Any
-    K: Any
 
 
 class Strides(NamedTuple):
@@ -277,12 +279,8 @@ def _hidden(
         k = k0 + tl.arange(0, tile.features)
         x_pointers = x_base + (r[:, None] * strides.x + k[None, :])
         w_pointers = w_base + (c[:, None] * strides.w + k[None, :])
-        if case.even:
-            x = tl.load(x_pointers)
-            w = tl.load(w_pointers)
-        else:
-            x = tl.load(x_pointers, mask=(k < size.K)[None, :], other=0.0)
-            w = tl.load(w_pointers, mask=(k < size.K)[None, :], other=0.0)
+        x = load_where(x_pointers, (k < size.K)[None, :], not case.even)
+        w = load_where(w_pointers, (k < size.K)[None, :], not case.even)
         acc = tl.dot(x, tl.trans(w), acc, case.precision, out_dtype=case.acc)
 
     i, j, ok = _extent(i0, j0, size, tile, case.wide)
@@ -472,7 +470,7 @@ class _First:
             wide=False,
             acc=triton_dtype(accumulator(input)),
         )
-        self.way = self.choose(input, ProductSize(rows, width, features), activation, case)
+        self.way = self.choose(input, Sizes(rows, width, features), activation, case)
         self.launch: Launch | None = None
         if isinstance(self.way, str):
             return
@@ -485,14 +483,14 @@ class _First:
         arguments = dict(
             dropout=dropout_arguments(dropout.p, dropout.shard),
             strides=strides,
-            size=ProductSize(rows, width, features),
+            size=Sizes(rows, width, features),
             tile=constants(tiles),
             case=constants(case),
         )
         grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(width, tiles.columns),)
         self.launch = Launch(_hidden, grid, arguments, tiles.warps, tiles.stages)
 
-    def choose(self, x: Tensor, size: ProductSize, activation: str, case: HiddenCase) -> Any:
+    def choose(self, x: Tensor, size: Sizes, activation: str, case: HiddenCase) -> Any:
         """Return the tiles of the kernel, or the name of a way without it."""
         relu_alone = activation == "relu" and case.bias and not case.dropout
         sizes = named(x.dtype, case.precision, rows=size.M, width=size.N, features=size.K)

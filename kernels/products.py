@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastformer.batch_invariance import on
 
-from .common import INTERPRETED, tile_in_turn
+from .common import INTERPRETED, load_where, tile_in_turn
 from .launch import (
     Launch,
     accumulator,
@@ -117,12 +117,8 @@ def product_kernel(X, W, B, Y, strides, size, tile: tl.constexpr, case: tl.const
         f = k0 + k
         x_pointers = x_base + (r[:, None] * strides.x_row + f[None, :] * strides.x_feature)
         w_pointers = w_base + (f[:, None] * strides.w_feature + c[None, :] * strides.w_column)
-        if case.even:
-            x = tl.load(x_pointers)
-            w = tl.load(w_pointers)
-        else:
-            x = tl.load(x_pointers, mask=(f < size.K)[None, :], other=0.0)
-            w = tl.load(w_pointers, mask=(f < size.K)[:, None], other=0.0)
+        x = load_where(x_pointers, (f < size.K)[None, :], not case.even)
+        w = load_where(w_pointers, (f < size.K)[:, None], not case.even)
         acc = tl.dot(x, w, acc, case.precision, out_dtype=case.acc)
 
     j = j0 + tl.arange(0, tile.columns)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import LN2, LOG2E, dropout_keep, dropout_stream
+from ..common import LN2, LOG2E, dropout_keep, dropout_stream, load_where
 
 # ---------------------------------------------------------------------- groups of kernel arguments
 
@@ -248,15 +248,6 @@ def store_rows(base, rows, stride, ok, x, D: tl.constexpr, BD: tl.constexpr):
     if BD != D:
         mask = mask & (d < D)[None, :]
     tl.store(base + (rows[:, None] * stride + d[None, :]), x.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_where(pointers, ok, GUARD: tl.constexpr):
-    """Load where `ok` is True, and return zero elsewhere. Without GUARD load everything."""
-    if GUARD:
-        return tl.load(pointers, mask=ok, other=0)
-    else:
-        return tl.load(pointers)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from ..launch import (
 )
 from ..products import linear
 from ..registration import register
-from .kernels import Form, exist, formed, offsets_of, row_of, slope_of
+from .kernels import Form, exist, load_formed, offsets_of, row_of, slope_of
 from .launchers import (
     accumulate,
     chunk_of,
@@ -76,16 +76,6 @@ def _raised(m, x):
 
 
 @triton.jit
-def _load(row, classes, ok, form, EDGE: tl.constexpr, case: tl.constexpr):
-    """Return the logits of a block after softcap and temperature, -inf where there is no class."""
-    if EDGE:
-        x = tl.load(row.x + classes, mask=ok, other=float("-inf")).to(case.acc)
-        return tl.where(ok, formed(x, form, case), float("-inf"))
-    else:
-        return formed(tl.load(row.x + classes).to(case.acc), form, case)
-
-
-@triton.jit
 def _add(sums, pair, o, V, form, EDGE: tl.constexpr, case: tl.constexpr):
     """Add a block to the running sums, [groups] each: the maximum and the sum of exponentials of a
     and of b, and the sum of exp(a - m_a) ((a - m_a) - (b - m_b)).
@@ -94,8 +84,8 @@ def _add(sums, pair, o, V, form, EDGE: tl.constexpr, case: tl.constexpr):
     student, teacher = pair
     classes = offsets_of(student, o, EDGE, case) + tl.arange(0, case.group)[None, :]
     ok = exist(student, classes, V, case)
-    s = _load(student, classes, ok, form, EDGE, case)
-    t = _load(teacher, classes, ok, form, EDGE, case)
+    s = load_formed(student, classes, ok, form, EDGE, case)
+    t = load_formed(teacher, classes, ok, form, EDGE, case)
     a, b = (s, t) if case.reverse else (t, s)
     new_a, seen_a = _raised(m_a, a)
     new_b, seen_b = _raised(m_b, b)
@@ -118,19 +108,15 @@ def _store(pair, DS, o, V, row, form, EDGE: tl.constexpr, case: tl.constexpr):
     lse_s, lse_t, loss, g = row
     classes = offsets_of(student, o, EDGE, case) + tl.arange(0, case.group)[None, :]
     ok = exist(student, classes, V, case)
-    s = _load(student, classes, ok, form, EDGE, case)
-    t = _load(teacher, classes, ok, form, EDGE, case)
+    s = load_formed(student, classes, ok, form, EDGE, case)
+    t = load_formed(teacher, classes, ok, form, EDGE, case)
     p = tl.math.exp2((s - lse_s) * LOG2E)
     if case.reverse:
         y = tl.where(s == float("-inf"), 0.0, p * ((s - lse_s) - (t - lse_t) - loss))
     else:
         y = p - tl.math.exp2((t - lse_t) * LOG2E)
     y = (y * g * slope_of(s, form, case)).to(DS.dtype.element_ty)
-    pointers = DS + (student.head + classes)
-    if EDGE:
-        tl.store(pointers, y, mask=ok)
-    else:
-        tl.store(pointers, y)
+    tl.store(DS + (student.head + classes), y, mask=ok if EDGE else None)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import LOG2E
+from ..common import LOG2E, load_where
 
 # ----------------------------------------------------------------------------------------- kernels
 
@@ -165,6 +165,17 @@ def formed(x, form, case: tl.constexpr):
 
 
 @triton.jit
+def load_formed(row, classes, ok, form, EDGE: tl.constexpr, case: tl.constexpr):
+    """Load the logits of a block and return y; with EDGE -inf where `ok` is False."""
+    if EDGE:
+        x = tl.load(row.x + classes, mask=ok, other=float("-inf")).to(case.acc)
+        x = formed(x, form, case)
+        return tl.where(ok, x, float("-inf")) if case.softcap else x
+    else:
+        return formed(tl.load(row.x + classes).to(case.acc), form, case)
+
+
+@triton.jit
 def slope_of(y, form, case: tl.constexpr):
     """Return the derivative dy / dx."""
     slope = form.scale
@@ -184,13 +195,8 @@ def _add(sums, row, o, terms, origin, EDGE: tl.constexpr, case: tl.constexpr):
     offsets = offsets_of(row, o, EDGE, case)
     k = tl.arange(0, case.group)[None, :]
     classes = offsets + k  # from row.head on
-    if EDGE:
-        ok = exist(row, classes, labels.V, case)
-        x = formed(tl.load(row.x + classes, mask=ok, other=float("-inf")).to(case.acc), form, case)
-        if case.softcap:
-            x = tl.where(ok, x, float("-inf"))
-    else:
-        x = formed(tl.load(row.x + classes).to(case.acc), form, case)
+    ok = exist(row, classes, labels.V, case)
+    x = load_formed(row, classes, ok, form, EDGE, case)
     m_new = tl.maximum(m, tl.max(x, 1))
     # Without a finite logit so far, -inf - -inf would be NaN.
     seen = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -204,10 +210,7 @@ def _add(sums, row, o, terms, origin, EDGE: tl.constexpr, case: tl.constexpr):
     if case.smooth:
         part = x - origin
         if case.weighted:
-            if EDGE:
-                part *= tl.load(W + row.head + classes, mask=ok, other=0.0).to(case.acc)
-            else:
-                part *= tl.load(W + row.head + classes).to(case.acc)
+            part *= load_where(W + row.head + classes, ok, EDGE).to(case.acc)
         if EDGE:
             part = tl.where(ok, part, 0.0)
         if case.pad:
@@ -223,12 +226,8 @@ def _store_block(row, dx, o, target, terms, EDGE: tl.constexpr, case: tl.constex
     offsets = offsets_of(row, o, EDGE, case)
     k = tl.arange(0, case.group)[None, :]
     classes = offsets + k  # from row.head on
-    if EDGE:
-        ok = exist(row, classes, labels.V, case)
-        x = tl.load(row.x + classes, mask=ok, other=0.0).to(case.acc)
-    else:
-        x = tl.load(row.x + classes).to(case.acc)
-    x = formed(x, form, case)
+    ok = exist(row, classes, labels.V, case)
+    x = formed(load_where(row.x + classes, ok, EDGE).to(case.acc), form, case)
     # dy = g (share softmax - w ((on - off) [c = t] + off [c != pad])), dx = dy slope
     softmax = tl.math.exp2((x - target.shift) * LOG2E) * target.part
     y = softmax
@@ -237,10 +236,7 @@ def _store_block(row, dx, o, target, terms, EDGE: tl.constexpr, case: tl.constex
     first = row.head + offsets  # classes
     off, at_target = labels.off, labels.on - labels.off
     if case.weighted:
-        if EDGE:
-            w = tl.load(W + row.head + classes, mask=ok, other=0.0).to(case.acc)
-        else:
-            w = tl.load(W + row.head + classes).to(case.acc)
+        w = load_where(W + row.head + classes, ok, EDGE).to(case.acc)
         off, at_target = w * off, w * at_target
     if case.pad:
         y -= tl.where(k == labels.pad - first, 0.0, off)
@@ -254,10 +250,7 @@ def _store_block(row, dx, o, target, terms, EDGE: tl.constexpr, case: tl.constex
     if case.softcap or case.scale:
         y = y * slope_of(x, form, case)
     y = y.to(dx.dtype.element_ty)
-    if EDGE:
-        tl.store(dx + classes, y, mask=ok)
-    else:
-        tl.store(dx + classes, y)
+    tl.store(dx + classes, y, mask=ok if EDGE else None)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import Draw, drop_rows, read_seed
+from ..common import Draw, Size, drop_rows, read_seed
 
 # ----------------------------------------------------------------- groups of the kernels' arguments
 
@@ -60,13 +60,6 @@ class BackwardStrides(NamedTuple):
     x: Any
     dy: Any
     ds: Any
-
-
-class Size(NamedTuple):
-    """M rows of N columns."""
-
-    M: Any
-    N: Any
 
 
 class ForwardCase(NamedTuple):

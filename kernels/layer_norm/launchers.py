@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastformer.description import RowShard, row_shard
 
-from ..common import dropout_arguments
+from ..common import Size, dropout_arguments
 from ..launch import (
     Launch,
     accumulator,
@@ -40,7 +40,6 @@ from .kernels import (
     ForwardStrides,
     Gradients,
     Inputs,
-    Size,
     Statistics,
     Sums,
     backward_kernel,

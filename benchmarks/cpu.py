@@ -57,7 +57,9 @@ class Case(NamedTuple):
 
 
 class TorchTransformer(nn.Module):
-    """nn.Transformer with the embeddings, the positions and the generator of `like`."""
+    """nn.Transformer with the embeddings and the positions of `like`, and the forward of
+    `ff.EncoderDecoder`. The masks are those of padding and of later tokens.
+    """
 
     def __init__(self, like: ff.EncoderDecoder, settings: Settings) -> None:
         super().__init__()
@@ -69,21 +71,20 @@ class TorchTransformer(nn.Module):
             dropout=settings.dropout, batch_first=True, norm_first=True,
         )  # fmt: skip
 
-    def forward(self, batch: ff.Batch) -> Tensor:
-        source, target = batch.src == PAD, batch.tgt == PAD
-        causal = torch.ones(2 * batch.tgt.shape[1:], dtype=torch.bool).triu(1)
+    def forward(self, src: Tensor, tgt: Tensor, *_: Tensor) -> Tensor:
+        source, target = src == PAD, tgt == PAD
+        causal = torch.ones(2 * tgt.shape[1:], dtype=torch.bool, device=tgt.device).triu(1)
         x, y = (
             position(embed[0](tokens))
             for embed, position, tokens in (
-                (self.src_embed, self.src_embed[1], batch.src),
-                (self.tgt_embed, self.tgt_embed[1], batch.tgt),
+                (self.src_embed, self.src_embed[1], src),
+                (self.tgt_embed, self.tgt_embed[1], tgt),
             )
         )
-        out = self.layers(
+        return self.layers(
             x, y, tgt_mask=causal, src_key_padding_mask=source, tgt_key_padding_mask=target,
             memory_key_padding_mask=source,
         )  # fmt: skip
-        return self.generator(out)
 
 
 def copy_task() -> tuple[Call, Call]:
@@ -105,8 +106,9 @@ def copy_task() -> tuple[Call, Call]:
         adam.step()
 
     def their_step() -> None:
+        logits = theirs.generator(theirs(batch.src, batch.tgt))
         loss = F.cross_entropy(
-            theirs(batch).flatten(0, 1), batch.tgt_y.flatten(), ignore_index=PAD,
+            logits.flatten(0, 1), batch.tgt_y.flatten(), ignore_index=PAD,
             label_smoothing=settings.smoothing,
         )  # fmt: skip
         their_adam.zero_grad()

@@ -327,6 +327,13 @@ for _arch in ("sm_80", "sm_89", "sm_120"):
     if _arch == "sm_80":
         _short(_arch, "scratch", 32, ["key mask, dropout"])
 _short("sm_100", "scratch", 64, _USUAL)
+for _arch, _d in (("sm_90", 64), ("sm_90", 128), ("sm_80", 64), ("sm_100", 64)):
+    _base = f"{_arch} attention bf16 D={_d} S=512 key mask, dropout, "
+    _short(_arch, "separate kernels", _d, ["key mask, dropout"])
+    CASES[_base + "bounds in the kernels"] = CASES.pop(_base + "separate kernels")
+    CASES[_base + "bounds in the kernels"]["choices"] |= {
+        f"attention {way} bounds": "bounds" for way in ("forward", "backward")
+    }
 _variant(
     "sm_90 attention bf16 D=64 key mask, dropout",
     "64 64 4 3",

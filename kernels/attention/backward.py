@@ -11,9 +11,9 @@ from ..common import LOG2E
 from .bounds import (
     Shared,
     Span,
+    find_bounds,
+    find_bounds_of_keys,
     inside_run,
-    load_bounds,
-    load_bounds_of_keys,
     members_that_see,
     visited_tile,
     visited_tiles,
@@ -399,7 +399,7 @@ def backward_dkdv_kernel(
         statistics = _first_statistics(OFFSET, DELTA, row, has)
         rows = _HeadRows(q_base, do_base, do_strides.row, statistics)
         state = dk, dv, tl.zeros([tile.columns], tile.acc)
-        bounds = load_bounds_of_keys(call, b, h, n0, sequence.queries, tile, has)
+        bounds = find_bounds_of_keys(call, b, h, n0, sequence.queries, tile, has)
         if has.lists:
             bounds = load_lists(optional, strides, sizes, b, h, n0, True)
         dk, dv, dbias = _dkdv_of_head(state, queries, bounds, own, rows, head, tile, has)
@@ -534,7 +534,7 @@ def backward_dq_kernel(
         if i0 >= queries:
             return
     first = sequence.first_query + i0
-    bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
+    bounds = find_bounds(optional, strides, sizes, b, h, i0, tile, has)
     if has.lists:
         bounds = load_lists(optional, strides, sizes, b, h, i0, False)
 

@@ -15,8 +15,10 @@ The kernel that computes dK and dV uses the same numbers with queries and keys e
 The bounds may also be read from a bias. It hides a key where the bias times log2(e) is -inf, and in
 the run the bias is 0.
 
-A mask that is the same for all batches, heads or queries has one set of bounds for all of them. The
-host never reads the bounds: the kernels can be captured in a CUDA graph.
+A mask that is the same for all batches, heads or queries has one set of bounds for all of them. A
+mask with one row of at most MOST_IN_KERNEL keys needs no launch: each program of the other kernels
+reads the row and finds `first`, `last` and a run, but makes no list. The host never reads the
+bounds: the kernels can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from fastformer.description import Attention
 from ..launch import Launch, constants
 from .configurations import Tiles
 from .scores import Features, OptionalInputs, in_base_2
+
+MOST_IN_KERNEL = tl.constexpr(512)
 
 
 class MaskSizes(NamedTuple):
@@ -90,6 +94,14 @@ class Span(NamedTuple):
 
 
 @triton.jit
+def _ones(x):
+    """Return words whose bytes are 1 where those of x are not zero, and else 0. Bit 7 of
+    x | (x & 127) + 127 says whether a byte is not zero.
+    """
+    return ((x | ((x & 0x7F7F7F7F) + 0x7F7F7F7F)) >> 7) & 0x01010101
+
+
+@triton.jit
 def _count(x, reading: tl.constexpr):
     """Count along the dimension that the program owns how many elements of a tile are seen, and how
     many are free (seen, and not changed by a bias). `x` is what `bounds_kernel` loaded.
@@ -106,8 +118,7 @@ def _count(x, reading: tl.constexpr):
         count = tl.sum((x != 0).to(tl.int32), 1 if reading.owns_keys else 0)
         return count, count
     else:
-        # Bit 7 of x | (x & 127) + 127 says whether a byte is not zero.
-        ones = ((x | ((x & 0x7F7F7F7F) + 0x7F7F7F7F)) >> 7) & 0x01010101
+        ones = _ones(x)
         if reading.owns_keys:
             count = tl.sum((ones * 0x01010101) >> 24, 1)
         else:
@@ -190,6 +201,25 @@ def bounds_kernel(MASK, BOUNDS, LISTS, sizes, strides, reading: tl.constexpr):
 
 
 @triton.jit
+def _bounds_of_row(optional, strides, size, b, h, tile: tl.constexpr):
+    """Return the `Bounds` of a mask with one row, which is read in words of four keys. `first` and
+    `last` may lie up to three keys further out. The run is the whole tiles of the first sequence of
+    adjacent seen keys.
+    """
+    row = optional.mask + b * strides.mask_batch + h * strides.mask_head
+    j = tl.arange(0, MOST_IN_KERNEL // 4) * 4
+    word = tl.load(row.to(tl.pointer_type(tl.int32)) + j // 4, mask=j < size, other=0)
+    seen = _ones(word)
+    hidden = ((seen & 1) == 0).to(tl.int32)  # the first key of a word
+    first = tl.min(tl.where(seen != 0, j + hidden, size), 0)
+    last = tl.max(tl.where(seen != 0, j + 4, 0), 0)
+    begin = tl.cdiv(first, tile.columns) * tile.columns
+    end = tl.min(tl.where((seen != 0x01010101) & (j >= begin), j, size), 0)
+    end = tl.where(end < size, end // tile.columns, tl.cdiv(size, tile.columns)) * tile.columns
+    return Bounds(tl.minimum(first, last), begin, tl.maximum(begin, end), last)
+
+
+@triton.jit
 def load_bounds(optional, strides, b, h, index, has: tl.constexpr):
     """Return the `Bounds` of tile number `index` of head h of sequence b."""
     if has.bounds:
@@ -201,6 +231,33 @@ def load_bounds(optional, strides, b, h, index, has: tl.constexpr):
         return Bounds(first, run_begin, run_end, last, begin, run, end)
     else:
         return Bounds(0, 0, 0, 0)
+
+
+@triton.jit
+def find_bounds(optional, strides, sizes, b, h, i0, tile: tl.constexpr, has: tl.constexpr):
+    """Return which keys the queries of the tile at i0 of head h of sequence b see: compute it from
+    the one row of a mask, or load it.
+    """
+    if has.bounds == 3:
+        return _bounds_of_row(optional, strides, sizes.keys, b, h, tile)
+    else:
+        return load_bounds(optional, strides, b, h, i0 // tile.rows, has)
+
+
+@triton.jit
+def find_bounds_of_keys(call, b, h, n0, queries, tile: tl.constexpr, has: tl.constexpr):
+    """Return which queries see the keys of the tile at n0 of head h of sequence b: compute it from
+    the one row of a mask, or load it.
+    """
+    if has.bounds == 3:
+        j = n0 + tl.arange(0, tile.columns)
+        row = call.optional.mask + b * call.strides.mask_batch + h * call.strides.mask_head
+        seen = (tl.load(row + j, mask=j < call.sizes.keys, other=0) != 0).to(tl.int32)
+        some = tl.max(seen, 0) > 0
+        free = tl.min(tl.where(j < call.sizes.keys, seen, 1), 0) > 0
+        return Bounds(0, 0, tl.where(free, queries, 0), tl.where(some, queries, 0))
+    else:
+        return load_bounds_of_keys(call, b, h, n0, queries, tile, has)
 
 
 @triton.jit
@@ -220,7 +277,7 @@ def reads_no_mask(has):
     """Return whether a separate loop computes the run, without the mask. There is none if the mask
     comes with a bias, which that loop would have to read.
     """
-    return has.bounds == 2 or (has.bounds == 1 and has.bias == 0)
+    return has.bounds == 2 or (has.bounds > 0 and has.bias == 0)
 
 
 @triton.constexpr_function
@@ -265,8 +322,10 @@ def without_bounds(has):
 
 @triton.constexpr_function
 def has_list(has, OWNS_KEYS):
-    """Return whether the bounds come with a list. A mask of one row has none over the queries."""
-    return not OWNS_KEYS or (has.mask if has.bounds == 1 else has.bias) == 2
+    """Return whether the bounds come with a list. A mask of one row has none over the queries, and
+    bounds that the program computes have none.
+    """
+    return has.bounds < 3 and (not OWNS_KEYS or (has.mask if has.bounds == 1 else has.bias) == 2)
 
 
 @triton.jit
@@ -369,6 +428,12 @@ class Source(NamedTuple):
     sizes: MaskSizes
     strides: MaskStrides
     word: int  # as in `Reading`
+
+    @property
+    def in_kernel(self) -> bool:
+        """Whether the programs of attention read the one row of a mask themselves."""
+        in_words = self.name == "mask" and self.word == 4
+        return in_words and self.sizes.queries == 1 and self.sizes.keys <= MOST_IN_KERNEL.value
 
 
 def bounds_source(

@@ -10,8 +10,8 @@ import triton.language as tl
 from ..common import LOG2E
 from .bounds import (
     Span,
+    find_bounds,
     inside_run,
-    load_bounds,
     visited_tile,
     visited_tiles,
     with_run,
@@ -199,7 +199,7 @@ def forward_kernel(
         if i0 >= queries:
             return
     first = sequence.first_query + i0
-    bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
+    bounds = find_bounds(optional, strides, sizes, b, h, i0, tile, has)
     if has.lists:
         bounds = load_lists(optional, strides, sizes, b, h, i0, False)
 

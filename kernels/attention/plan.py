@@ -355,7 +355,10 @@ class Plan:
         elif launch is TMALaunch:
             own |= {name: None for name in kernel.arg_names if name.endswith("_map")}
         arguments, bounds = self.arguments, None
-        if source is not None:
+        reads_row = launch is Launch and name in ("forward", "dkdv", "dq")
+        if source is not None and source.in_kernel and reads_row:
+            has = has._replace(bounds=3)
+        elif source is not None:
             bounds = BoundedLaunch(name, tiles, source, self.tile.wide)
             strides = arguments["strides"]._replace(**bounds.strides())
             arguments = arguments | dict(strides=strides)

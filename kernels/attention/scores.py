@@ -158,7 +158,8 @@ class Features(NamedTuple):
     shard: Any = False  # whether the call is a shard of a larger one, `Sizes.shard`
     page: Any = 0  # keys of a page, 0 if the keys are not in pages
     key_grad: Any = False  # whether a bias that is the same for all queries needs its gradient
-    bounds: Any = 0  # whether the kernel reads bounds: 1 of the mask, 2 of the bias
+    # Whether there are bounds: 1 of the mask, 2 of the bias, 3 those that a program computes itself
+    bounds: Any = 0
     sections: Any = False  # whether the programs start section by section, see `locate_block`
     # 1 if the mask is a block mask, 2 if a band or lengths cut it, 3 documents, see lists.py
     lists: Any = 0

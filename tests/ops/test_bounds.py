@@ -1,5 +1,6 @@
 """Bounds of masks: what they are, that no result changes with them, and which tiles are visited."""
 
+import functools
 import itertools
 import math
 
@@ -45,15 +46,15 @@ def hard_masks(rows, keys):
 
 @pytest.fixture
 def bounded(monkeypatch):
-    """The launches that compute bounds, in calls of every size."""
-    launched, compute = [], bounds.BoundedLaunch.with_bounds
+    """The launches of kernels that use bounds, in calls of every size."""
+    launched, launch = [], plan.Launch.__call__
     monkeypatch.setattr(plan, "bounds_pay", lambda *_: True)
 
-    def counted(self, optional):
-        launched.append(self)
-        return compute(self, optional)
+    def counted(self, *pointers):
+        launched.extend(self for given in self._arguments if getattr(given, "bounds", 0))
+        return launch(self, *pointers)
 
-    monkeypatch.setattr(bounds.BoundedLaunch, "with_bounds", counted)
+    monkeypatch.setattr(plan.Launch, "__call__", counted)
     return launched
 
 
@@ -288,6 +289,7 @@ COMPOSED = {  # (mask, options); a bias and sinks have a gradient
     ),
     "alternating": (of_batch("alternating", "alternating tiles"), DROPOUT),
     "keys": (padded(MASKS["left padding"][:1], 70, 50), dict(is_causal=True)),
+    "keys of sequences": (padded(MASKS["all"][:1], 70, 33), {}),
     "keys of heads": (
         torch.stack([MASKS[n][:1] for n in ("two runs", "the last key")]),
         dict(key_lengths=torch.tensor([70, 41]), **DROPOUT),
@@ -370,6 +372,31 @@ def test_results(against_oracle, small_tiles, bounded, name):
         against_oracle(attend, tensors, **options)
     of_bias = "bias" in tensors and tensors["bias"].shape[-2:] == (ROWS, KEYS)
     assert len(bounded) == (1 if name == "a learned bias that hides" else 3 + of_bias)
+
+
+@pytest.mark.parametrize("name", ["keys", "keys of sequences", "keys of heads", "bytes of keys"])
+@pytest.mark.parametrize("blocks", [(16, 16), (32, 16)], ids=str)
+def test_results_of_a_row_of_words(against_oracle, small_tiles, bounded, monkeypatch, name, blocks):
+    """Of whole words, which each program reads: no kernel computes bounds."""
+    monkeypatch.setattr(bounds, "bounds_kernel", None)
+    tensors, options = call("keys" if name == "bytes of keys" else name)
+    tensors |= {n: torch.randn(BATCH, GROUPS, KEYS + 2, 16) for n in ("key", "value")}
+    mask = torch.nn.functional.pad(options["attn_mask"], (0, 2))
+    options["attn_mask"] = bytes_of(mask) if "bytes" in name else mask
+    with small_tiles(*blocks), use_backend("triton"):
+        against_oracle(attend, tensors, **options)
+    assert len(bounded) == 3
+
+
+@pytest.mark.parametrize("keys", [512, 516])
+def test_a_row_is_read_up_to_512_keys(bounded, work, keys):
+    """The last key is the only one that is seen."""
+    query, value, out = torch.randn(1, 1, 32, 8), torch.randn(1, 1, keys, 8), []
+    last = torch.arange(keys) == keys - 1
+    with use_backend("triton"):
+        attend = functools.partial(ff.scaled_dot_product_attention, query, value, value, last)
+        assert work(lambda: out.append(attend())).launches == (1 if keys == 512 else 2)
+    torch.testing.assert_close(out[0], value[:, :, -1:].expand_as(query))
 
 
 @pytest.mark.parametrize("name, dim", [("padding", 40), ("all, window", 130)])
@@ -479,6 +506,47 @@ def test_tiles_that_are_visited(small_tiles, bounded, work, name):
         assert work(out[0].sum().backward).products == 7 * seen
         out = ff.scaled_dot_product_attention(*(t.detach() for t in x), mask, bias=bias)
         assert work(out.sum().backward).products == 2 * seen
+
+
+ONE_ROW = {
+    "padding": lambda j: j < 33,
+    "padding of whole tiles": lambda j: j < 48,
+    "left padding": lambda j: j >= 31,
+    "left padding of whole tiles": lambda j: j >= 32,
+    "left padding, a tile's first key": lambda j: j >= 33,
+    "both": lambda j: (j >= 17) & (j < 69),
+    "one key": lambda j: j == 33,
+    "the first and the last key": lambda j: j % 71 == 0,
+    "a hole": lambda j: j != 40,
+    "a hole, padding": lambda j: (j != 5) & (j < 50),
+    "all": lambda j: j >= 0,
+    "none": lambda j: j < 0,
+}
+
+
+@pytest.mark.parametrize("keys", [72, 64, 4])
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_tiles_of_a_mask_with_one_row(small_tiles, bounded, work, name, keys):
+    """No kernel but those of attention is launched. A program visits the tiles from the first to
+    the last seen key. It reads no mask in the first sequence of whole tiles.
+    """
+    mask = ONE_ROW[name](torch.arange(keys))
+    tiles = mask.split(16)
+    seen = [n for n, x in enumerate(tiles) if x.any()]
+    reach = seen[-1] + 1 - seen[0] if seen else 0
+    begin = int(mask.int().argmax())
+    end = begin + int((~mask[begin:]).int().argmax() if not mask[begin:].all() else keys - begin)
+    run = max(0, end // 16 - -(-begin // 16))  # without a tile that reaches past the last key
+    out = []
+    x = [torch.randn(1, 2, n, 16, requires_grad=True) for n in (ROWS, keys, keys)]
+    programs = 2 * 4
+    with small_tiles(16, 16), use_backend("triton"):
+        found = work(lambda: out.append(ff.scaled_dot_product_attention(*x, mask)))
+        assert (found.products, found.launches) == (2 * programs * reach, 1)
+        assert found.unmasked == programs * (1 + 2 * run)
+        found = work(out[0].sum().backward)
+        assert found.products == programs * (3 * reach + 4 * len(seen))
+    assert len(bounded) == 3
 
 
 # ---------------------------------------------------------------------- few queries, and pages

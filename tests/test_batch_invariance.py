@@ -81,7 +81,7 @@ def x_device(random):
 
 
 BUGS = {
-    "the last feature": ("mask=(f < size.K)[None, :]", "mask=(f < size.K - 1)[None, :]"),
+    "the last feature": ("(f < size.K)[None, :]", "(f < size.K - 1)[None, :]"),
     "the batch of w": ("b * strides.w_batch", "b * strides.x_batch"),
     "the batch of y": ("(b * size.M + i)", "(b * size.N + i)"),
     "the bias of the first columns": ("tl.load(B + j,", "tl.load(B + (j - j0),"),

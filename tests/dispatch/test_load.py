@@ -1,20 +1,15 @@
-"""What many calls, threads, processes, a broken cache and a lack of memory do to a process."""
+"""What many calls, threads, forks and a lack of memory do to a process."""
 
 import ctypes
 import gc
-import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +27,6 @@ from calls import (
 )
 
 import fastformer as ff
-from benchmarks import ROOT
 from fastformer import current_backend, use_backend
 from fastformer.dispatch import autograd, backends
 from fastformer.ops import functional
@@ -319,254 +313,6 @@ def test_streams(device):
     assert any(busy for _, busy in results)
     for (have, _), want in zip(results, alone):
         assert same(have, want)
-
-
-# ------------------------------------------------------------------------ Triton's cache of kernels
-
-# Compiles one kernel, for a GPU that need not be there, with each cache directory that a line of
-# its input names. Reading a kernel is as strict as a driver: a code with a part missing is refused.
-COMPILER = """
-import hashlib, json, os, sys, warnings
-sys.path[:0] = sys.argv[1:]
-import torch, triton
-from benchmarks.proof import compile_worker
-from fastformer.kernels import embedding
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
-del os.environ["TRITON_DUMP_PTXAS_LOG"]
-stand_in, run, compiled, hits = compile_worker.Driver(), JITFunction.run, [], []
-stand_in.target, row, _ = compile_worker.TARGETS["sm_90"]
-driver.set_active(stand_in)
-embedding.architecture = lambda device: row
-triton.knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
-
-class Utils:
-    @staticmethod
-    def get_device_properties(device):
-        return dict(max_shared_mem=1 << 20)
-
-    @staticmethod
-    def unload_module(module):
-        pass
-
-    @staticmethod
-    def load_binary(name, code, shared, device):
-        check(code)
-        return 1, 1, 32, 0, 1024
-
-def check(code):
-    sections = int.from_bytes(code[40:48], "little") + 64 * int.from_bytes(code[60:62], "little")
-    if code[:4] != b"\\x7fELF" or len(code) < sections:
-        raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
-    compiled.append(hashlib.sha256(code).hexdigest())
-
-def load(*arguments, warmup, **options):
-    run(*arguments, warmup=True, **options)._init_handles()
-
-stand_in.utils, stand_in.launcher_cls = Utils, lambda source, metadata: None
-JITFunction.run = load
-tokens = torch.empty(4, 3, dtype=torch.int64, device="meta")
-weight = torch.empty(11, 512, device="meta")
-print("ready", flush=True)
-for line in sys.stdin:
-    os.environ["TRITON_CACHE_DIR"] = folder = line.strip()
-    embedding._forward.device_caches.clear()
-    error = None
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        try:
-            embedding.forward(tokens, weight, None, 0.0, 1.0, None, None, None)
-        except Exception as problem:
-            error = repr(problem)
-    assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == folder
-    told = [str(w.message) for w in told if "cache" in str(w.message)]
-    print(json.dumps(dict(code=compiled[-1:], hit=hits[-1:], error=error, told=told)), flush=True)
-    compiled.clear(), hits.clear()
-"""
-
-
-class Compiler:
-    """A process that compiles."""
-
-    def __init__(self):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", COMPILER, str(ROOT), str(ROOT / "tests")],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout.readline() == "ready\n"
-
-    def start(self, folder):
-        print(folder, file=self.process.stdin, flush=True)
-
-    def finish(self):
-        return json.loads(self.process.stdout.readline())
-
-    def compile(self, folder):
-        self.start(folder)
-        return self.finish()
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    pytest.importorskip("triton")
-    compiler = Compiler()
-    yield compiler
-    compiler.process.communicate()
-
-
-@pytest.mark.with_all
-def test_two_processes_compile_the_same_kernel(compiler, tmp_path):
-    """At the same time, into one empty cache: one code, which the next call finds there."""
-    compilers = compiler, Compiler()
-    for attempt in range(5):
-        folder = tmp_path / str(attempt)
-        for compiler in compilers:
-            compiler.start(folder)
-        answers = [compiler.finish() for compiler in compilers]
-        for answer in (*answers, compilers[0].compile(folder)):
-            assert (answer["error"], answer["told"]) == (None, [])
-            assert answer["code"] == answers[0]["code"] and len(answer["code"]) == 1
-        assert answer["hit"] == [True]
-        assert not list(folder.glob("*/tmp.*"))
-        if [a["hit"] for a in answers] == [[False]] * 2:  # neither was too late
-            compilers[1].process.communicate()
-            return
-    pytest.fail("they were never at it at the same time")
-
-
-DAMAGE = {
-    "metadata cut off": ("_forward.json", lambda file: file.write_bytes(file.read_bytes()[:100])),
-    "metadata empty": ("_forward.json", lambda file: file.write_text("")),
-    "metadata of another kind": ("_forward.json", lambda file: file.write_text("{}")),
-    "text no text": ("_forward.ttir", lambda file: file.write_bytes(b"\xff\xfe" * 50)),
-    "code cut off": ("_forward.cubin", lambda file: file.write_bytes(file.read_bytes()[:1000])),
-    "code missing": ("_forward.cubin", Path.unlink),
-}
-
-
-@pytest.fixture(scope="module")
-def sound(compiler, tmp_path_factory):
-    """A cache with one kernel, and what compiling it answers."""
-    folder = tmp_path_factory.mktemp("cache")
-    return folder, compiler.compile(folder)
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_corrupt_cache(compiler, sound, tmp_path, damage):
-    """The kernel is compiled anew, and a warning says which directory to clear."""
-    folder, want = sound
-    shutil.copytree(folder, tmp_path / "cache")
-    name, spoil = DAMAGE[damage]
-    spoil(next((tmp_path / "cache").glob("*/" + name)))
-    for group in (tmp_path / "cache").glob("*/__grp__*"):  # which name the files by their places
-        group.write_text(group.read_text().replace(str(folder), str(tmp_path / "cache")))
-    answer = compiler.compile(tmp_path / "cache")
-    assert (answer["error"], answer["code"]) == (None, want["code"])
-    if damage == "code missing" and not answer["told"]:  # Triton 3.9 sees that by itself
-        return
-    assert len(answer["told"]) == 1
-    assert f"cache {tmp_path / 'cache'} fails" in answer["told"][0]
-    assert "clear it, or set TRITON_CACHE_DIR" in answer["told"][0]
-
-
-def test_a_cache_that_cannot_be_written(compiler, sound, tmp_path):
-    (tmp_path / "file").write_text("")
-    answer = compiler.compile(tmp_path / "file" / "cache")
-    assert (answer["error"], answer["code"]) == (None, sound[1]["code"])
-    assert f"cache {tmp_path / 'file' / 'cache'} fails (NotADirectoryError" in answer["told"][0]
-
-
-ERRORS = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-    RuntimeError("Triton Error [CUDA]: out of memory"),
-    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
-    MemoryError(),
-    OSError("no"),
-    TypeError("function takes exactly 9 arguments (8 given)"),
-]
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_the_cache_is_not_blamed_for_other_errors(error, monkeypatch, recwarn):
-    """They come as they are, and at once."""
-    registration = pytest.importorskip("fastformer.kernels.registration")
-    monkeypatch.setattr(registration, "INTERPRETED", False)
-    calls = []
-
-    def launcher(x):
-        calls.append(x)
-        raise error
-
-    with pytest.raises(type(error)) as raised:
-        registration.retried_with_an_empty_cache(launcher)(1)
-    assert raised.value is error and not recwarn.list and calls == [1]
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_kernel_that_cannot_be_loaded(own, monkeypatch, recwarn):
-    """One that asks for more than the GPU has is not compiled again, one whose code is refused is:
-    the cache may hold another kernel's. What is loaded stays, others may be running it.
-    """
-    registration = pytest.importorskip("fastformer.kernels.registration")
-    from triton.compiler import CompiledKernel
-    from triton.runtime.errors import OutOfResources
-
-    error = OutOfResources(1, 0, "registers") if own else RuntimeError("image is invalid")
-    monkeypatch.setattr(registration, "INTERPRETED", False)
-    loaded, compiled = SimpleNamespace(module=1), object.__new__(CompiledKernel)
-    compiled.module = compiled._run = compiled.src = compiled.metadata = None
-    active = SimpleNamespace(
-        get_current_device=lambda: 0, launcher_cls=mock.Mock(side_effect=error)
-    )
-    kernel = object.__new__(registration.JITFunction)
-    kernel.device_caches = {0: ({"good": loaded, "bad": compiled}, {}, None, None, None)}
-    monkeypatch.setattr(registration, "kernel", kernel, raising=False)  # one of the package's
-    calls, former = [], registration.triton.knobs.cache.dir
-    monkeypatch.setattr(registration.triton.runtime.driver, "_active", active)
-
-    def launcher():
-        calls.append((registration.triton.knobs.cache.dir, list(kernel.device_caches[0][0])))
-        compiled.run()
-
-    with pytest.raises(type(error)) as raised:
-        registration.retried_with_an_empty_cache(launcher)()
-    assert raised.value is error and not recwarn.list
-    assert calls[0] == (former, ["good", "bad"])
-    assert [names for _, names in calls[1:]] == ([] if own else [["good"]])
-    assert former == registration.triton.knobs.cache.dir
-
-
-def test_two_threads_with_a_broken_cache(monkeypatch, tmp_path):
-    """Both name the directory, and compile elsewhere; the process goes on with it."""
-    registration = pytest.importorskip("fastformer.kernels.registration")
-    from triton.runtime.cache import FileCacheManager
-
-    monkeypatch.setattr(registration, "INTERPRETED", False)
-    (tmp_path / "file").write_text("")
-    broken = FileCacheManager("key")
-    broken.cache_dir = str(tmp_path / "file")
-    both, former = threading.Barrier(2), registration.triton.knobs.cache.dir
-
-    def work(late):
-        def launcher():
-            tried.append(registration.triton.knobs.cache.dir)
-            if len(tried) == 1:
-                both.wait()
-                time.sleep(late)
-                broken.put("", "name")
-            time.sleep(0.2 + late)
-            return registration.triton.knobs.cache.dir
-
-        tried = []
-        return registration.retried_with_an_empty_cache(launcher)()
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert together(work, [0, 0.1]) == [registration._spare_cache()] * 2
-    assert [f"cache {former} fails" in str(w.message) for w in told] == [True] * 2
-    assert registration.triton.knobs.cache.dir == former
 
 
 # --------------------------------------------------------------------------------- lack of memory

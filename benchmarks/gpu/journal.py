@@ -33,16 +33,6 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
-def unfinished(path: Path) -> str | None:
-    """Return the test that started last, if it has no outcome yet."""
-    test = None
-    for event in read(path):
-        test = event.get("begun", test)
-        if test in (event.get("test"), event.get("cut")):
-            test = None
-    return test
-
-
 def begun(events: Iterable[dict[str, Any]]) -> set[str]:
     """Return the tests that started, without those that were interrupted when the time was up."""
     tests = set()

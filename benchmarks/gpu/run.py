@@ -5,20 +5,18 @@ figures.
     python -m benchmarks.gpu --out FOLDER --only tune            what is fastest on this GPU
     python -m benchmarks.gpu --out FOLDER --only tests           the tests of the kernels
     python -m benchmarks.gpu --out FOLDER --only rest            everything else
-    python -m benchmarks.gpu --out OTHER --resume FOLDER/run.zip      resumes on another machine
-    python -m benchmarks.gpu --prepare kernels.zip               compiles beforehand, without a GPU
-    python -m benchmarks.gpu --out FOLDER --cache kernels.zip    uses these compiled kernels
+    python -m benchmarks.gpu --prepare KERNELS                   compiles beforehand, without a GPU
+    python -m benchmarks.gpu --out FOLDER --kernels KERNELS      uses these compiled kernels
 
 Each part is a process of its own with a time limit. If one crashes, hangs or loses the GPU, only
-the test that was running is lost, and the next parts run. FOLDER holds results.json, report.md and
-run.zip, which holds a log and a journal (a JSON line for each test) of each part, and, after tune,
-gluon.json and tuning.json, what `fastformer tune` found. They are rewritten after each part and
-every few seconds, so an interrupted run loses little, and the same command resumes it. The exit
-status is 1 if a part or a test failed. Without a GPU a small run of the same kind is made.
+the test that was running is lost, and the next parts run. FOLDER holds a log and a journal (a JSON
+line for each test) of each part, and results.json and report.md, which are made of the journals
+after each part. The same command resumes a run that was interrupted. The exit status is 1 if a part
+or a test failed. Without a GPU a small run of the same kind is made.
 
---prepare runs the same parts over benchmarks/gpu/stand_in, which launches nothing, and saves what
-Triton has compiled. Such a cache fits one version of Triton, one version of Python and one
-architecture; others are refused.
+KERNELS is a folder with Triton's cache. --prepare runs the same parts over benchmarks/gpu/stand_in,
+which launches nothing. The cache fits one version of Triton, one version of Python and one
+architecture; Triton compiles anew what it does not find.
 """
 
 from __future__ import annotations
@@ -32,26 +30,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from benchmarks import ROOT, folder, report
-from benchmarks.gpu import archives, journal, stand_in
-from benchmarks.gpu.archives import Refused
+from benchmarks.gpu import journal, stand_in
 from benchmarks.gpu.journal import DEVICE_LOST
 from benchmarks.gpu.stand_in import device
 from benchmarks.proof import versions
 
 LEAST_SECONDS = 5.0  # a part is not started with less
 POLL_SECONDS = 0.2
-SAVE_SECONDS = 15.0  # a run that is killed loses at most this
 ENDED = ("done", "failed (1)")  # is not started again
 FINE = ("done", "no time", "no more time")  # the last two: the time of the run was up
-RUN, STATUS = "run.zip", "parts.json"
-GLUON, TUNING = "gluon.json", "tuning.json"
+STATUS = "parts.json"
 
 Variables = Mapping[str, str]  # environment variables
 NONE: Variables = MappingProxyType({})
@@ -61,7 +57,7 @@ NONE: Variables = MappingProxyType({})
 class Part:
     """A command with its time limit, and how long it may go without a sign of life.
 
-    FOLDER in a word of the command is replaced by the working folder. A part with a journal runs
+    FOLDER in a word of the command is replaced by the folder of the run. A part with a journal runs
     again after a crash, and continues after the test that crashed. `processes` share its tests.
     """
 
@@ -167,9 +163,9 @@ def on_gpu() -> dict[str, list[Part]]:
         figures("batch-invariance", 60, "batch_invariance"),
     ]  # fmt: skip
     attention = r"^scaled_dot_product_attention bfloat16 .* backward$"
-    gluon = [*COMMAND, "tune", "--minutes", "4", "--out", f"FOLDER/{GLUON}"]
+    gluon = [*COMMAND, "tune", "--minutes", "4", "--out", "FOLDER/gluon.json"]
     gluon += ["--only", attention, "--candidates", "@|torch"]
-    tune = [*COMMAND, "tune", "--minutes", "5", "--out", f"FOLDER/{TUNING}"]
+    tune = [*COMMAND, "tune", "--minutes", "5", "--out", "FOLDER/tuning.json"]
     return {
         "first": first,
         "tune": [  # a candidate may be silent for 180 s
@@ -192,11 +188,11 @@ def on_cpu() -> dict[str, list[Part]]:
 
 
 def chosen(groups: dict[str, list[Part]], only: str | None) -> list[Part]:
-    """Return all parts, or those of these names and groups. Raises Refused for an unknown name."""
+    """Return all parts, or those of these names and groups; ValueError if one is unknown."""
     known = {part.name: [part] for parts in groups.values() for part in parts} | groups
     names = only.split(",") if only else list(groups)
     if unknown := [name for name in names if name not in known]:
-        raise Refused(f"there is no part {', '.join(unknown)}; there are {', '.join(known)}")
+        raise ValueError(f"there is no part {', '.join(unknown)}; there are {', '.join(known)}")
     return list({part.name: part for name in names for part in known[name]}.values())
 
 
@@ -204,42 +200,26 @@ def chosen(groups: dict[str, list[Part]], only: str | None) -> list[Part]:
 
 
 class Run:
-    """A run, which works in `work` and writes its results to `out`. Its processes inherit the
-    environment variables of this one, and `environment`.
-
-    Raises Refused if `out` holds results that this run would overwrite, or if the archive to resume
-    from is invalid.
+    """A run with its results in the folder `out`, which goes on with what it finds there. Its
+    processes inherit the environment variables of this one, and `environment`.
     """
 
-    def __init__(
-        self, out: Path, work: Path, resume: Path | None = None, environment: Variables = NONE
-    ) -> None:
-        self.out, self.work = out, work
+    def __init__(self, out: Path, environment: Variables = NONE) -> None:
+        self.out = out
         # pytest-benchmark measures nothing in a process that inherits the variables of xdist.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
         self.environment = {**inherited, **environment, "PYTHONUNBUFFERED": "1"}
-        self.running: list[Part] = []
-        previous = out / RUN
-        if not previous.exists():
-            if (out / "results.json").exists():
-                raise Refused(f"{out} has a results.json without its {RUN}: give another folder")
-            previous = resume or previous
-        elif resume is not None and not previous.samefile(resume):
-            raise Refused(f"{out} has another run than {resume}: give another folder")
-        if previous.exists() or resume is not None:
-            archives.check(previous, archives.RUN)
-            archives.unpack(previous, work)
         # {part, status, seconds} by name.
         self.done: dict[str, dict[str, Any]] = {}
-        if (work / STATUS).exists():
-            self.done = {one["part"]: one for one in json.loads((work / STATUS).read_text())}
+        if (out / STATUS).exists():
+            self.done = {one["part"]: one for one in json.loads((out / STATUS).read_text())}
         for one in self.done.values():
             if one["status"] == "running":  # when the previous run was killed
                 one["status"] = "cut"
-                for path in work.glob(f"{one['part']}*.jsonl"):
+                for path in out.glob(f"{one['part']}*.jsonl"):
                     _forget_the_last(path)
 
-    def go(self, parts: Sequence[Part], seconds: float, after: Callable[[], None]) -> None:
+    def go(self, parts: Sequence[Part], seconds: float) -> None:
         """Run the unfinished parts in turn, until the time is up."""
         deadline = time.monotonic() + seconds
         for part in parts:
@@ -249,50 +229,35 @@ class Run:
                 print(f"{part.name:16} {one['status']:24}", flush=True)
                 continue
             before, one["status"], status = one["seconds"], "running", "cut"
-            self.running = part.shards()
+            shards = part.shards()
             self.save()
             try:
-                status = self.run(part, min(part.seconds, left))
+                status = self.run(shards, min(part.seconds, left))
                 if status == "out of time" and left < part.seconds:
                     status = "no more time"
             finally:
                 if status in ("cut", "no more time"):
-                    for shard in self.running:
-                        _forget_the_last(self.work / f"{shard.name}.jsonl")
-                self.running = []
+                    for shard in shards:
+                        _forget_the_last(self.out / f"{shard.name}.jsonl")
                 took = time.monotonic() - started
                 one.update(status=status, seconds=round(before + took, 1))
                 self.save()
             print(f"{part.name:16} {status:24} {took:6.1f} s", flush=True)
-            after()
 
-    def run(self, part: Part, seconds: float) -> str:
+    def run(self, shards: Sequence[Part], seconds: float) -> str:
         """Return done, failed, or why the part was interrupted: the worst of its processes."""
-        end, stop, found = time.monotonic() + seconds, threading.Event(), {}
-
-        def start(shard: Part) -> None:
-            found[shard.name] = self.follow(shard, end, stop)
-
-        threads = [threading.Thread(target=start, args=(shard,)) for shard in self.running]
-        for thread in threads:
-            thread.start()
-        try:
-            saved = time.monotonic()
-            while any(thread.is_alive() for thread in threads):
-                time.sleep(POLL_SECONDS)
-                if time.monotonic() - saved > SAVE_SECONDS:
-                    self.save()
-                    saved = time.monotonic()
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-        return max(found.values(), key=lambda status: (status not in ENDED, status != "done"))
+        end, stop = time.monotonic() + seconds, threading.Event()
+        with ThreadPoolExecutor(len(shards)) as pool:
+            try:
+                found = list(pool.map(lambda shard: self.follow(shard, end, stop), shards))
+            finally:
+                stop.set()
+        return max(found, key=lambda status: (status not in ENDED, status != "done"))
 
     def follow(self, part: Part, end: float, stop: threading.Event) -> str:
         """Return done, failed, or why the process was interrupted."""
-        written, log = (self.work / f"{part.name}.{kind}" for kind in ("jsonl", "log"))
-        command = [word.replace("FOLDER", str(self.work.resolve())) for word in part.command]
+        written, log = (self.out / f"{part.name}.{kind}" for kind in ("jsonl", "log"))
+        command = [word.replace("FOLDER", str(self.out.resolve())) for word in part.command]
         if part.journal:
             command += ["--journal", str(written.resolve())]
         while True:
@@ -335,20 +300,12 @@ class Run:
         return "done" if code in (0, 5) else f"failed ({code})"  # 5: no test was left
 
     def save(self) -> dict[str, Any]:
-        """Write results.json, report.md and the archive of the results so far."""
-        paths = sorted(self.work.glob("*.jsonl"))
-        results = report.load(*paths)
-        for shard in self.running:  # the test that runs has not failed
-            test = journal.unfinished(self.work / f"{shard.name}.jsonl")
-            results.failed.pop(test or "", None)
+        """Write results.json and report.md of the results so far."""
+        results = report.load(*sorted(self.out.glob("*.jsonl")))
         parts = list(self.done.values())
         data = {"parts": parts, **asdict(results)}
-        _write(self.work / STATUS, json.dumps(parts, indent=1) + "\n")
-        archives.pack(self.work, self.out / RUN, archives.RUN)
+        _write(self.out / STATUS, json.dumps(parts, indent=1) + "\n")
         _write(self.out / "results.json", json.dumps(data, indent=1) + "\n")
-        for name in (GLUON, TUNING):
-            if (self.work / name).exists():
-                _write(self.out / name, (self.work / name).read_text())
         if results.rows:
             cut = [
                 f"- {one['part']}: {one['status']}\n" for one in parts if one["status"] != "done"
@@ -381,61 +338,32 @@ def _write(path: Path, text: str) -> None:
 # -------------------------------------------------------------------------------- compiled kernels
 
 
-class Kernels:
-    """Triton's cache for this run, in `folder`, and the archive that saves it.
-
-    Raises Refused if the processes of this run cannot use the archive, or if it cannot be written.
+def cache(folder: Path) -> dict[str, str]:
+    """Return the variables of processes whose Triton keeps its kernels in the folder. Its groups of
+    files name them by their paths, which are others where the folder was copied to.
     """
-
-    def __init__(self, file: Path, folder: Path, environment: Variables = NONE) -> None:
-        self.file, self.folder = file, folder
-        folder.mkdir()
-        archives.writable(file)
-        self.kind = archives.kind({**os.environ, **environment})
-        if file.exists():
-            archives.check(file, self.kind)
-            archives.unpack(file, folder)
-        self.packed = self.count()
-        self.environment = {**environment, "TRITON_CACHE_DIR": str(folder)}
-
-    def count(self) -> int:
-        return len(list(self.folder.glob("*/__grp__*.json")))
-
-    def keep(self) -> None:
-        """Rewrite the archive if something was compiled."""
-        if self.count() != self.packed or not self.file.exists():
-            archives.pack(self.folder, self.file, self.kind)
-            self.packed = self.count()
+    folder.mkdir(parents=True, exist_ok=True)
+    for group in folder.glob("*/__grp__*.json"):
+        names = json.loads(group.read_text())["child_paths"]
+        paths = {name: str(group.resolve().with_name(name)) for name in names}
+        group.write_text(json.dumps({"child_paths": paths}))
+    return {"TRITON_CACHE_DIR": str(folder.resolve())}
 
 
-def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
+def prepare(folder: Path, parts: Sequence[Part], version: str | None) -> int:
     """Compile the kernels of the parts, without a GPU. Return 1 if a part does not finish."""
-    archives.writable(file)
     if reason := stand_in.obstacle():
-        raise Refused(f"kernels cannot be prepared here without a GPU: {reason}")
+        raise ValueError(f"kernels cannot be prepared here without a GPU: {reason}")
     with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
-        environment = device.environment(Path(base), _triton(version) if version else None)
-        environment["TRITON_STORE_BINARY_ONLY"] = (
-            "1"  # a fifth of the bytes; nothing else is loaded
-        )
-        kernels = Kernels(file, Path(base) / "triton", environment)
-        work, out = Path(base) / "work", Path(base) / "out"
-        work.mkdir(), out.mkdir()
-        run = Run(out, work, None, kernels.environment)
-        run.go([_once(part) for part in parts if part.journal], 1e6, kernels.keep)
+        environment = device.environment(Path(base), versions.install(version) if version else None)
+        environment["TRITON_STORE_BINARY_ONLY"] = "1"  # a fifth of the bytes, and all that is read
+        run = Run(Path(base), {**environment, **cache(folder)})
+        run.go([_once(part) for part in parts if part.journal], 1e6)
         data = run.save()
     for test in data["failed"]:
         print(f"needs results, or fails: {test}")  # nothing is computed here
-    print(f"Wrote {file}: {kernels.packed} kernels for {kernels.kind}")
+    print(f"{folder} holds {len(list(folder.glob('*/__grp__*.json')))} kernels")
     return 0 if all(one["status"] in ENDED for one in data["parts"]) else 1
-
-
-def _triton(version: str) -> Path:
-    """Return the folder of that version, and install it if necessary."""
-    try:
-        return versions.install(version)
-    except subprocess.CalledProcessError:
-        raise Refused(f"Triton {version} cannot be installed") from None
 
 
 def _once(part: Part) -> Part:
@@ -460,9 +388,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=folder, metavar="FOLDER", help="the folder for the results")
     add("--minutes", type=float, default=9.0, help="the limit of the whole run")
     add("--only", metavar="NAMES", help="parts and groups of parts, separated by commas")
-    add("--resume", type=Path, metavar="FILE", help=f"the {RUN} of the run to resume")
-    add("--cache", type=Path, metavar="FILE", help="compiled kernels to use and to save")
-    add("--prepare", type=Path, metavar="FILE", help="only compile the kernels for --cache")
+    add("--kernels", type=folder, metavar="FOLDER", help="Triton's cache, used and added to")
+    add("--prepare", type=folder, metavar="FOLDER", help="only compile, into this cache")
     add("--triton", metavar="VERSION", help="with --prepare: compile with this Triton")
     add("--dry-run", action="store_true", help="make the small run on a GPU as well")
     return parser
@@ -474,14 +401,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.minutes > 0:
         parser.error(f"minutes is {options.minutes:g}; expected more than 0")
     if (options.out is None) == (options.prepare is None):
-        parser.error("give --out FOLDER, or --prepare FILE")
+        parser.error("give --out FOLDER, or --prepare FOLDER")
     if options.triton and not options.prepare:
         parser.error("--triton is an option of --prepare")
     try:
         if options.prepare:
             return prepare(options.prepare, chosen(on_gpu(), options.only), options.triton)
         return _measure(options)
-    except Refused as error:
+    except ValueError as error:
         parser.error(str(error))
 
 
@@ -494,13 +421,9 @@ def _measure(options: argparse.Namespace) -> int:
         groups = on_cpu()
     parts = chosen(groups, options.only)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running part
-    with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
-        work = Path(base) / "work"
-        work.mkdir()
-        kernels = Kernels(options.cache, Path(base) / "triton") if options.cache else None
-        run = Run(options.out, work, options.resume, kernels.environment if kernels else NONE)
-        run.go(parts, 60 * options.minutes, kernels.keep if kernels else lambda: None)
-        data = run.save()
+    run = Run(options.out, cache(options.kernels) if options.kernels else NONE)
+    run.go(parts, 60 * options.minutes)
+    data = run.save()
     results = report.Results(data["rows"], data["absent"], data["failed"])
     print("\n".join(report.text(results, ours=True)))
     print(f"Wrote {options.out / 'results.json'}")

@@ -1,28 +1,23 @@
 """What the benchmarks make of their figures, and that a run for a GPU keeps what it has."""
 
-import contextlib
-import itertools
 import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import ROOT
+from benchmarks.gpu import journal
 
 
 @pytest.fixture(scope="module")
 def benchmarks():
-    import benchmarks.gpu.archives
     import benchmarks.gpu.run
     import benchmarks.report
 
@@ -202,14 +197,12 @@ def test_is_last(): pass
 @pytest.fixture
 def go(benchmarks, tmp_path):
     """go(parts, seconds): what results.json holds after one more run of them in tmp_path/out."""
-    numbers = itertools.count()
+    out = tmp_path / "out"
+    out.mkdir()
 
-    def go(parts, seconds=1800, out="out", resume=None):
-        work = tmp_path / f"work{next(numbers)}"
-        work.mkdir(), (tmp_path / out).mkdir(exist_ok=True)
-        run = benchmarks.gpu.run.Run(tmp_path / out, work, resume)
-        run.go(parts, seconds, lambda: None)
-        return run.save()
+    def go(parts, seconds=1800):
+        benchmarks.gpu.run.Run(out).go(parts, seconds)
+        return json.loads((out / "results.json").read_text())
 
     return go
 
@@ -230,16 +223,10 @@ def statuses(data):
     return [(one["part"], one["status"]) for one in data["parts"]]
 
 
-def member(archive, name):
-    with zipfile.ZipFile(archive) as packed:
-        return packed.read(name).decode()
-
-
-def events(archive, name):
-    """Of a journal in the archive, by test: begun, and what it came to."""
+def events(path):
+    """Of a journal, by test: begun, and what it came to."""
     found = {}
-    for line in member(archive, name).splitlines():
-        event = json.loads(line or "{}")
+    for event in journal.read(path):
         for kind in ("begun", "test", "cut"):
             if kind in event:
                 test = event[kind].rpartition("::")[2]
@@ -264,22 +251,19 @@ def test_a_part_that_crashes_hangs_or_fails_costs_that_alone(benchmarks, tmp_pat
         Part("endless", [sys.executable, "-c", "while True: print(end='.')"], 1),
         Part("after", [sys.executable, "-c", "print('FOLDER')"], 300),
     ]
-    data = go(parts)
-    out = tmp_path / "out"
+    data, out = go(parts), tmp_path / "out"
     expected = [("tests", "failed (1)"), ("broken", "failed (7)"), ("endless", "out of time")]
     assert statuses(data) == [*expected, ("after", "done")]
-    assert json.loads((out / "results.json").read_text()) == data
     found = {name.partition("::test_")[2]: why for name, why in data["failed"].items()}
     assert found["crashes"] == found["hangs"] == "did not finish"
     assert set(found) == {"crashes", "hangs", "fails"} and "3" in found["fails"]
-    log = member(out / "run.zip", "tests.log")
+    log = (out / "tests.log").read_text()
     assert "crashed (-6): continues" in log and f"silent for {patience} s: continues" in log
-    assert member(out / "run.zip", "after.log").strip() == str(tmp_path / "work0")
+    assert (out / "after.log").read_text().strip() == str(out)
     # Once more: what has come to its end is left, and nothing is lost.
     again = go(parts)
     assert statuses(again) == statuses(data) and again["failed"] == data["failed"]
-    assert member(out / "run.zip", "after.log").count("work") == 1
-    assert member(out / "run.zip", "tests.log") == log
+    assert (out / "tests.log").read_text() == log
     # No time for what was left: what it came to before stands.
     assert statuses(go(parts, 1)) == statuses(data)
 
@@ -299,108 +283,54 @@ def test_a_test_that_the_time_cuts_is_run_the_next_time(
     (tmp_path / "now").touch()
     data = go(parts)
     assert (statuses(data), data["failed"]) == ([("tests", "done")], {})
-    assert events(tmp_path / "out" / "run.zip", "tests.jsonl") == {
+    assert events(tmp_path / "out" / "tests.jsonl") == {
         "test_slow": ["begun", "cut", "begun", "passed"],
         "test_last": ["begun", "passed"],
     }
 
 
-def test_a_run_that_is_killed_keeps_what_it_has(tmp_path):
-    """One that is asked to end, and goes on later, is that of test_rehearsal.py."""
-    parts = """
-import sys
-from benchmarks.gpu import run as gpu
-gpu.SAVE_SECONDS = 0.1
-quick = gpu.Part("quick", [sys.executable, "-c", "pass"], 300)
-print_it = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
-slow = gpu.Part("slow", [sys.executable, "-c", print_it], 400, 400)
-gpu.on_cpu = gpu.on_gpu = lambda: {"all": [quick, slow]}
-sys.exit(gpu.main(sys.argv[1:]))
-"""
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", parts, "--minutes", "5", "--out", str(out)]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    deadline, child = time.monotonic() + 300, ""
-    while not child and time.monotonic() < deadline:
-        time.sleep(0.1)
-        with contextlib.suppress(KeyError, FileNotFoundError):
-            child = member(out / "run.zip", "slow.log").strip()
-    assert child, "the second part did not begin"
-    process.kill()  # it can do nothing any more, and leaves the part that runs
-    process.wait()
-    os.kill(int(child), signal.SIGKILL)
-    data = json.loads((out / "results.json").read_text())
-    assert statuses(data) == [("quick", "done"), ("slow", "running")] and data["failed"] == {}
+def test_a_part_that_was_killed_is_run_again(benchmarks, tmp_path, go):
+    """The run left the status and the journal of that moment."""
+    parts = [part(benchmarks, tmp_path, "def test_one(): pass\ndef test_two(): pass\n")]
+    out, name = tmp_path / "out", "test_tests.py::test_"
+    (out / "parts.json").write_text('[{"part": "tests", "status": "running", "seconds": 0}]')
+    lines = [{"begun": name + "one"}, {"test": name + "one", "outcome": "passed"}]
+    lines = [*map(json.dumps, [*lines, {"begun": name + "two"}]), '{"test']
+    (out / "tests.jsonl").write_text("\n".join(lines))
+    data = go(parts)
+    assert (statuses(data), data["failed"]) == ([("tests", "done")], {})
+    assert events(out / "tests.jsonl")["test_one"] == ["begun", "passed"]
 
 
 def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys, monkeypatch):
-    """In one line, before anything starts, and nothing is overwritten."""
-    gpu, archives = benchmarks.gpu.run, benchmarks.gpu.archives
-    out, work = tmp_path / "out", tmp_path / "work"
-    out.mkdir(), work.mkdir()
-    (work / "tests.jsonl").write_text('{"begun": "a"}\n{"test": "a", "outcome": "passed"}\n' * 99)
-    kind = {"what": "cache", "architecture": "sm_80", "triton": "3.0.0", "python": "3.10"}
-    run, other, cache = (tmp_path / f"{name}.zip" for name in ("run", "other", "cache"))
-    assert archives.pack(work, run, archives.RUN) == 1
-    archives.pack(work, other, archives.RUN)
-    archives.pack(work, cache, kind)
-
-    def refused(*words):
+    """In one line, before anything starts."""
+    gpu, out, file = benchmarks.gpu.run, tmp_path / "out", tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(gpu.stand_in, "obstacle", lambda: "there is no C compiler")
+    for words, message in {
+        ("--out", out, "--only", "everything,x"): "no part everything, x; there are machine, ",
+        ("--out", out, "--triton", "3.6.0"): "option of --prepare",
+        ("--out", out, "--minutes", "0"): "minutes is 0; expected more than 0",
+        ("--out", file): "is no folder",
+        ("--prepare", tmp_path, "--only", "x"): "no part x",
+        ("--prepare", tmp_path): "without a GPU: there is no C compiler",
+        (): "--out FOLDER, or --prepare FOLDER",
+    }.items():
         with pytest.raises(SystemExit) as exit:
             gpu.main([str(word) for word in words])
         *_, line = capsys.readouterr().err.splitlines()
-        assert exit.value.code == 2
-        return line
-
-    taken = ["--out", out, "--only", "machine"]
-    whole, damaged = run.read_bytes(), tmp_path / "damaged.zip"
-    flipped = bytearray(whole)
-    flipped[len(whole) // 3] ^= 255
-    for content in (whole[:-40], whole[:100], b"", flipped):
-        damaged.write_bytes(content)
-        line = refused(*taken, "--resume", damaged)
-        assert f"{damaged} is " in line and ("not a complete" in line or "damaged" in line), line
-    assert "expected run of benchmarks.gpu" in refused(*taken, "--resume", cache)
-    for name, other_kind in (("architecture", "sm_90"), ("triton", "3.6.0"), ("python", "3.12")):
-        monkeypatch.setattr(archives, "kind", lambda _, k={**kind, name: other_kind}: k)
-        line = refused(*taken, "--cache", cache)
-        assert f"{cache} is of {name} {kind[name]}; expected {other_kind}" in line
-    monkeypatch.setattr(gpu.stand_in, "obstacle", lambda: "there is no C compiler")
-    for words, message in {
-        (*taken[:3], "everything,x"): "no part everything, x; there are machine, ",
-        (*taken, "--resume", tmp_path / "none.zip"): "cannot be read: No such file",
-        (*taken, "--cache", tmp_path / "none" / "cache.zip"): "a folder that does not exist",
-        (*taken, "--triton", "3.6.0"): "option of --prepare",
-        ("--prepare", tmp_path): "expected a file",
-        ("--prepare", tmp_path / "new.zip", "--only", "x"): "no part x",
-        ("--prepare", tmp_path / "new.zip"): "without a GPU: there is no C compiler",
-        ("--out", run / "out"): "is no folder",
-        (): "--out FOLDER, or --prepare FILE",
-    }.items():
-        assert message in refused(*words)
-    assert list(out.iterdir()) == []
-
-    (out / "results.json").write_text("{}")
-    assert "a results.json without its run.zip" in refused(*taken)
-    (out / "run.zip").write_bytes(whole)
-    assert "has another run than" in refused(*taken, "--resume", other)
-    assert (out / "results.json").read_text() == "{}"
-    assert (out / "run.zip").read_bytes() == whole
+        assert exit.value.code == 2 and message in line
 
 
 def test_a_cache_of_kernels_moves(benchmarks, tmp_path):
     """Triton writes whole paths into it."""
-    archives = benchmarks.gpu.archives
-    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "kernels.zip"
-    (here / "key").mkdir(parents=True)
-    (here / "key" / "it.cubin").write_bytes(b"code")
-    paths = {"it.cubin": str(here / "key" / "it.cubin")}
-    (here / "key" / "__grp__it.json").write_text(json.dumps({"child_paths": paths}))
-    archives.pack(here, file, {})
-    archives.unpack(file, there)
-    found = json.loads((there / "key" / "__grp__it.json").read_text())["child_paths"]
-    assert found == {"it.cubin": str(there / "key" / "it.cubin")}
-    assert Path(found["it.cubin"]).read_bytes() == b"code"
+    (tmp_path / "key").mkdir()
+    group = tmp_path / "key" / "__grp__it.json"
+    group.write_text(json.dumps({"child_paths": {"it.cubin": "/elsewhere/key/it.cubin"}}))
+    variables = benchmarks.gpu.run.cache(tmp_path)
+    assert variables == {"TRITON_CACHE_DIR": str(tmp_path)}
+    here = {"it.cubin": str(tmp_path / "key" / "it.cubin")}
+    assert json.loads(group.read_text()) == {"child_paths": here}
 
 
 @pytest.mark.with_all

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections import Counter
 
 import pytest
@@ -77,7 +76,6 @@ RUN = """
 import sys
 from dataclasses import replace
 from benchmarks.gpu import run as gpu
-gpu.SAVE_SECONDS = 1.0
 groups = gpu.on_gpu()
 for parts in groups.values():
     for i, part in enumerate(parts):
@@ -130,34 +128,33 @@ def statuses(data):
     return {one["part"]: one["status"] for one in data["parts"]}
 
 
-def kernels(archive):
-    with zipfile.ZipFile(archive) as packed:
-        return {name for name in packed.namelist() if name.endswith(".cubin")}
+def kernels(cache):
+    return Counter(path.read_bytes() for path in cache.glob("*/*.cubin"))
 
 
 @pytest.mark.with_all
 def test_a_run_with_every_trouble(environment, tmp_path, request):
     """--slow: all that a GPU would see, in half an hour."""
     everything = request.config.getoption("slow")
-    words = ["--cache", str(tmp_path / "kernels.zip")]
+    cache, out = tmp_path / "kernels", tmp_path / "out"
+    words = ["--out", str(out), "--kernels", str(cache)]
     if everything:
         environment["ALL_OF_IT"] = "1"
     else:
         words += ["--only", "machine,small-heads,attention,norms,first-call,kernel-tests"]
     environment["PYTEST_ADDOPTS"] = "-p trouble"
-    command = [sys.executable, "-c", RUN, *words]
+
+    def start(*command):
+        command = [sys.executable, *command]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
 
     # The kernels of one part are there before the run, which compiles them no more.
-    prepare = ["--prepare", str(tmp_path / "kernels.zip"), "--only", "small-heads"]
-    prepare = [sys.executable, "-m", "benchmarks.gpu", *prepare]
-    done = subprocess.run(prepare, cwd=ROOT, env=environment, text=True, capture_output=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    prepared = kernels(tmp_path / "kernels.zip")
+    done = start("-m", "benchmarks.gpu", "--prepare", str(cache), "--only", "small-heads")
+    assert done.wait() == 0, done.stderr.read()
+    prepared = kernels(cache)
     assert len(prepared) > 2
 
-    first = subprocess.Popen(
-        [*command, "--out", str(tmp_path / "first")], cwd=ROOT, env=environment
-    )
+    first = start("-c", RUN, *words)
     try:
         until((tmp_path / "reached").exists, first, 7200 if everything else 900)
         first.send_signal(signal.SIGTERM)
@@ -165,47 +162,30 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     finally:
         with contextlib.suppress(ProcessLookupError):
             first.kill()
-    data = json.loads((tmp_path / "first" / "results.json").read_text())
+    data = json.loads((out / "results.json").read_text())
     assert statuses(data)["attention"] == "cut" and data["failed"] == {}
     assert [row["provider"] for row in data["rows"]][-1] != "triton"
-    kept = kernels(tmp_path / "kernels.zip")  # with --slow those of the part before it as well
-    assert kept > prepared if everything else kept == prepared
 
-    resume = ["--resume", str(tmp_path / "first" / "run.zip"), "--out", str(tmp_path / "second")]
-    done = subprocess.run(
-        [*command, *resume], cwd=ROOT, env=environment, text=True, capture_output=True
-    )
-    assert done.returncode == 1, done.stderr  # as tests have failed
-    out = tmp_path / "second"
-    files = {"results.json", "report.md", "run.zip"} | (
-        {"gluon.json", "tuning.json"} if everything else set()
-    )
-    assert {path.name for path in out.iterdir()} == files
+    done = start("-c", RUN, *words)
+    assert done.wait() == 1, done.stderr.read()  # as tests have failed
     data = json.loads((out / "results.json").read_text())
     assert data["failed"].pop(HANGS) == "did not finish"
     assert "illegal memory access" in data["failed"].pop(LOSES_THE_GPU)
     assert data["failed"] == {}
     assert set(statuses(data).values()) == {"done"}, statuses(data)
-    assert kernels(tmp_path / "kernels.zip") > prepared
+    compiled = kernels(cache)
+    assert set(compiled) > set(prepared) and all(compiled[code] == 1 for code in prepared)
 
     # Nothing lost, nothing run twice: but what was cut, and what hung was not waited for again.
-    with zipfile.ZipFile(out / "run.zip") as packed:
-        names = packed.namelist()
-        packed.extractall(tmp_path / "unpacked")
-    events = [
-        event
-        for name in names
-        if name.endswith(".jsonl")
-        for event in journal.read(tmp_path / "unpacked" / name)
-    ]
+    events = [event for path in out.glob("*.jsonl") for event in journal.read(path)]
     begun = Counter(event["begun"] for event in events if "begun" in event)
     ended = Counter(event["test"] for event in events if "test" in event)
     assert set(begun) >= set(TESTS) and (everything or set(begun) == set(TESTS))
     assert {test: n for test, n in begun.items() if n > 1} == {CUT: 2}
     assert set(begun) - set(ended) == {HANGS} and set(ended.values()) == {1}
-    logs = {name: (tmp_path / "unpacked" / name).read_text() for name in names if "log" in name}
-    assert sum("crashed, GPU lost: continues" in log for log in logs.values()) == 2
-    assert sum("silent for 60 s: continues" in log for log in logs.values()) == 1
+    logs = [path.read_text() for path in out.glob("*.log")]
+    assert sum("crashed, GPU lost: continues" in log for log in logs) == 2
+    assert sum("silent for 60 s: continues" in log for log in logs) == 1
 
     # Every row is of no GPU, and says how its time was taken.
     assert all(row["gpu"] == device.STAND_IN for row in data["rows"])

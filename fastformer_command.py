@@ -5,9 +5,8 @@
     fastformer tune         measure what is fastest on this GPU
     fastformer info         print versions, devices, and the backend of each op with its reason
 
-The exit status is 0 on success, 1 if the copy task failed or a file could not be written, 2 for a
-bad option or a request that this machine cannot serve, 130 after Ctrl-C, and 141 if the reader of
-the output has ended.
+The exit status is 0 on success, 1 if the copy task failed, 2 for a bad option or a request that
+this machine cannot serve, and 130 after Ctrl-C.
 
 This file holds the options, fastformer/cli.py what the commands do. It stands outside of the
 package, whose import loads torch: --version, --help and a mistyped option need none of it.
@@ -32,27 +31,14 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments. Return the exit status."""
+    arguments = _parser().parse_args(argv)
     try:
-        try:
-            arguments = _parser().parse_args(argv)
-            from fastformer import cli  # after the options have been read: it takes seconds
+        from fastformer import cli  # after the options have been read: it takes seconds
 
-            return getattr(cli, f"run_{arguments.command}")(arguments)
-        finally:
-            sys.stdout.flush()  # an error at exit could not be reported
+        return getattr(cli, f"run_{arguments.command}")(arguments)
     except KeyboardInterrupt:
         print("\nInterrupted")
-        status = 130  # as in shells
-    except BrokenPipeError:  # `fastformer copy-task | head -2`
-        status = 141
-    except OSError as error:
-        print(f"fastformer: error: {error}", file=sys.stderr)
-        status = 1
-    try:
-        sys.stdout.flush()
-    except OSError:  # what is left goes nowhere, so that Python does not complain about it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return status
+        return 130  # as in shells
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

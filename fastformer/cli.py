@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,43 +88,30 @@ def _report(
     faults: Sequence[str],
     is_first: bool = True,
 ) -> int:
-    """Write the files of --json and --plot, of interrupted runs as well, and print the verdict, in
-    the first process alone. Return the exit status.
+    """Write the files of --json and --plot, and print the verdict, in the first process alone.
+    Return the exit status.
     """
-    last = runs[-1]
     if is_first:
-        if last.interrupted:
-            done = len(last.losses)
-            print(f"\nInterrupted: {last.title} trained {done} of {settings.steps} steps")
         where = environment.describe(settings.device)
         if arguments.json is not None:
             result = copy_task.summary(runs, where | {"command": _command(arguments)})
             text = json.dumps(result, indent=1) + "\n"
-            _save(arguments.json, lambda file: file.write_text(text))
+            arguments.json.write_text(text)
+            print(f"Wrote {arguments.json}")
         if arguments.plot is not None:
             curves = {run.title: run.losses for run in runs}
             title = f"Copy task on {where['gpu'] or settings.device}, seed {settings.seed}"
             _save_figure(plots.loss_curves(curves, title), arguments.plot, arguments.dpi)
         for fault in faults:
             print(f"FAILED: {fault}")
-        if not faults and not last.interrupted:
+        if not faults:
             print(f"passed: {copy_task.verdict(settings, runs)}")
-    return 130 if last.interrupted else 1 if faults else 0
-
-
-def _save(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a file. If that fails, as on a full disk, no part of it is left."""
-    try:
-        write(file)
-    except OSError as error:
-        if file.is_file():
-            file.unlink()
-        raise OSError(f"{file} cannot be written: {error.strerror or error}") from error
-    print(f"Wrote {file}")
+    return 1 if faults else 0
 
 
 def _save_figure(figure: Any, file: Path, dpi: int) -> None:
-    _save(file, lambda path: figure.savefig(path, dpi=dpi))
+    figure.savefig(file, dpi=dpi)
+    print(f"Wrote {file}")
 
 
 @contextlib.contextmanager

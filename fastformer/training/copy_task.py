@@ -124,7 +124,6 @@ class Run:
         decoding: tokens per second of greedy decoding, with a cache and without one; None for
             interpreted kernels, if `OneProcess.timed` is False, or if not every step was trained.
         parallel: how several processes trained it; None for one process.
-        interrupted: whether Ctrl-C ended it.
     """
 
     backend: str
@@ -134,7 +133,6 @@ class Run:
     decoded: list[int] | None
     decoding: tuple[float, float] | None = None
     parallel: str | None = None
-    interrupted: bool = False
 
     @property
     def title(self) -> str:
@@ -245,7 +243,7 @@ def train(
         )
         criterion = LabelSmoothing(settings.vocab, PAD, settings.smoothing)
         compute, rows = SimpleLossCompute(model.generator, criterion), []
-        started, decoded, decoding, interrupted = time.perf_counter(), None, None, False
+        started, decoded, decoding = time.perf_counter(), None, None
 
         def report(row: dict[str, Any]) -> None:
             rows.append(row)
@@ -257,33 +255,30 @@ def train(
         def speed() -> float:
             return statistics.median([row["tokens_per_second"] for row in rows] or [math.nan])
 
-        try:
-            with trainer.sequences():
-                fit(
-                    placed,
-                    map(trainer.local_batch, data),
-                    optimizer=optimizer,
-                    scheduler=scheduler,
-                    loss_compute=lambda *given: trainer.global_loss(compute(*given)),
-                    epochs=1,
-                    checkpoints=trainer,  # type: ignore[arg-type]  # it has begin and end_step
-                    report=report,
-                    report_every=1 if is_interpreted else max(1, settings.steps // 10),
-                    progress=None if verbose else False,
-                )
-            trained, seconds = len(trainer.losses), time.perf_counter() - started
-            write(
-                f"  trained {trained} of {settings.steps} steps in {seconds:.1f} s, "
-                f"{speed():,.0f} tokens/s"
+        with trainer.sequences():
+            fit(
+                placed,
+                map(trainer.local_batch, data),
+                optimizer=optimizer,
+                scheduler=scheduler,
+                loss_compute=lambda *given: trainer.global_loss(compute(*given)),
+                epochs=1,
+                checkpoints=trainer,  # type: ignore[arg-type]  # it has begin and end_step
+                report=report,
+                report_every=1 if is_interpreted else max(1, settings.steps // 10),
+                progress=None if verbose else False,
             )
-            model = trainer.gathered(placed, settings)
-            if trained == settings.steps:
-                timed = trainer.timed and not is_interpreted
-                decoded, decoding = _decoded(settings, model, timed, write)
-        except KeyboardInterrupt:
-            interrupted = True
+        trained, seconds = len(trainer.losses), time.perf_counter() - started
+        write(
+            f"  trained {trained} of {settings.steps} steps in {seconds:.1f} s, "
+            f"{speed():,.0f} tokens/s"
+        )
+        model = trainer.gathered(placed, settings)
+        if trained == settings.steps:
+            timed = trainer.timed and not is_interpreted
+            decoded, decoding = _decoded(settings, model, timed, write)
     losses, parallel = [float(x) for x in trainer.losses], trainer.name.removeprefix(", ") or None
-    return Run(backend, is_interpreted, losses, speed(), decoded, decoding, parallel, interrupted)
+    return Run(backend, is_interpreted, losses, speed(), decoded, decoding, parallel)
 
 
 def _interpreted_steps(
@@ -422,10 +417,8 @@ def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
 
     The faults are: a run with the default number of steps or more does not copy; the losses of the
     two backends differ by more than 1e-4 in the first 20 steps; the final losses differ by more
-    than 0.1, if both runs have the default number of steps or more. Interrupted runs have none.
+    than 0.1, if both runs have the default number of steps or more.
     """
-    if runs[-1].interrupted:
-        return []
     found = [
         f"{run.backend}: trained {len(run.losses)} steps and does not copy the sequence"
         for run in runs
@@ -476,8 +469,7 @@ def compare(
     """Train on each backend in turn, and print the progress and the comparison.
 
     checkpoints: the folder of the run's checkpoints, which has one for each backend if there are
-    several; None for none. limit: as in `train`. Ctrl-C ends the runs: the last one is
-    `interrupted`.
+    several; None for none. limit: as in `train`.
     """
     s = settings
     parameters = sum(p.numel() for p in s.model().parameters())
@@ -493,13 +485,7 @@ def compare(
         if checkpoints is not None:
             folder = checkpoints / backend if len(backends) > 1 else checkpoints
             trainer = OneProcess(Checkpoints(folder, settings.plain))
-        try:
-            runs.append(train(settings, backend, limit=limit, trainer=trainer))
-        except KeyboardInterrupt:  # before the first step
-            is_interpreted = interpreted(backend, settings.device)
-            runs.append(Run(backend, is_interpreted, [], math.nan, None, interrupted=True))
-        if runs[-1].interrupted:
-            return runs
+        runs.append(train(settings, backend, limit=limit, trainer=trainer))
     difference = loss_difference(runs)
     if difference is not None:
         common = min(len(run.losses) for run in runs)

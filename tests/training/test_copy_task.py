@@ -195,7 +195,6 @@ def test_the_verdict_names_what_agrees_and_what_copies():
 def test_a_single_run_has_nothing_to_compare():
     assert copy_task.loss_difference([GOOD]) is None
     assert copy_task.faults(Settings(), [replace(GOOD, decoded=BAD)]) != []
-    assert copy_task.faults(Settings(), [replace(GOOD, decoded=BAD, interrupted=True)]) == []
 
 
 def test_summary_is_plain_json():
@@ -211,7 +210,6 @@ def test_summary_is_plain_json():
         "decoded": None,
         "decoding": None,
         "parallel": None,
-        "interrupted": False,
     }
     assert read["max_loss_difference"] is None  # infinite
     assert copy_task.summary([GOOD], {})["max_loss_difference"] is None

@@ -5,8 +5,6 @@ padding. `torch` is the encoder before `accelerate`; at inference it runs on tor
 nested tensors. On a GPU `compile` is torch.compile of this encoder, and `accelerated and compiled`
 of the other. Before the timing both are compared, in evaluation, at the tokens that are no padding.
 
-The small models are those of benchmarks/cpu.py, on whatever backend "auto" takes.
-
 FLOPs: forward 2 for each weight and each token that is no padding, and attention between these
 tokens; backward twice that.
 """
@@ -18,7 +16,6 @@ import torch
 from torch import nn
 
 import fastformer as ff
-from benchmarks import cpu
 from benchmarks.peers import BACKENDS, GPU, available, backend_of, check_agreement
 
 D_MODEL, HEADS, D_FF, P = 512, 8, 2048, 0.1
@@ -82,18 +79,6 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
         d_ff=D_FF,
         heads=HEADS,
         dropout_p=P if task == "training" else 0.0,
-    )
-
-
-@pytest.mark.skipif(GPU, reason="small models on one CPU thread")
-@pytest.mark.parametrize("provider", ["torch", "auto"])
-@pytest.mark.parametrize("case", cpu.EXISTING, ids=lambda case: case.name)
-def test_small_models(measure, case, provider):
-    ours, theirs = case.make()
-    measure(
-        theirs if provider == "torch" else ours,
-        backend=None if provider == "torch" else "reference",
-        group=f"{case.name}, beside {case.peer}",
     )
 
 

@@ -2,10 +2,10 @@
 
 Attention reads keys and values of bfloat16 [B, 8, S, 128] (float32 on a CPU), with 1, 4 or 16 query
 heads to a head of the cache, S by the size of the cache. `triton` is the kernel that splits the
-keys, `paged` the same over pages of 64 keys in any order, `unsplit` the forward kernel, with one
-program for each head, and `read` no attention but two sums over the cache: its GB/s are what this
-GPU can read. flash-attn's is its kernel for caches, FlexAttention has one of its own for few
-queries. All rows are full, and the kernels of fastformer are told their lengths, as a cache does.
+keys, `paged` the same over pages of 64 keys in any order, and `read` no attention but two sums over
+the cache: its GB/s are what this GPU can read. flash-attn's is its kernel for caches, FlexAttention
+has one of its own for few queries. All rows are full, and the kernels of fastformer are given their
+lengths, as a cache does.
 
 FLOPs: 4 B H S D. Least bytes: the keys and values once, and the query and output.
 
@@ -37,13 +37,9 @@ PAGE = 64
 @pytest.mark.parametrize("group", GROUPS, ids=lambda n: f"{n}heads")
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda n: f"B{n}")
 @pytest.mark.parametrize("megabytes", SIZES, ids=lambda n: f"{n}MB")
-def test_attention_of_one_query(
-    measure, request, monkeypatch, device, dtype, megabytes, batch, group, provider
-):
+def test_attention_of_one_query(measure, request, device, dtype, megabytes, batch, group, provider):
     if provider == "flex" and not request.config.getoption("slow"):
         pytest.skip("flex_attention compiles for each shape: needs --slow")
-    if provider == "unsplit":
-        _forward_kernel_alone(monkeypatch)
     heads, of_token = CACHE_HEADS * group, 2 * CACHE_HEADS * DIM * dtype.itemsize
     length = (megabytes << 20) // (batch * of_token)
     query = torch.randn(batch, heads, 1, DIM, device=device, dtype=dtype)
@@ -63,16 +59,6 @@ def test_attention_of_one_query(
         length=length,
         head_dim=DIM,
     )
-
-
-def _forward_kernel_alone(monkeypatch):
-    """Let the calls of a test take the forward kernel, however few queries they have."""
-    from fastformer.kernels import launch
-    from fastformer.kernels.attention import launchers
-
-    monkeypatch.setattr(launchers, "splits_keys", lambda *_: False)
-    monkeypatch.setattr(launch, "plans", {})
-    monkeypatch.setattr(launchers, "plans", launch.plans)
 
 
 def _paged(key, value, lengths):
@@ -100,11 +86,11 @@ def _paged(key, value, lengths):
 
 def _attention(provider, lengths):
     """Return the provider's attention: (query, key, value) -> output."""
-    if provider in ("reference", "triton", "unsplit"):
+    if provider in ("reference", "triton"):
         options = {"key_lengths": lengths, "causal_alignment": "bottom_right", "enable_gqa": True}
 
         def attend(query, key, value):
-            with ff.use_backend("reference" if provider == "reference" else "triton"):
+            with ff.use_backend(provider):
                 return ff.scaled_dot_product_attention(query, key, value, **options)
 
         return attend

@@ -9,36 +9,31 @@ The row of the first op includes the start of Triton.
 """
 
 import functools
-import json
-import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.first_call_worker import CASES
+from benchmarks.first_call_worker import OPS
+from benchmarks.gpu import stand_in
+from benchmarks.peers import GPU
+from benchmarks.workers import answer
 
-WORKER = Path(__file__).with_name("first_call_worker.py")
-KERNELS = "triton" if torch.cuda.is_available() else "compile"
+KERNELS = "triton" if GPU else "compile"
 PROVIDERS = ["reference, eager", f"{KERNELS}, cold", f"{KERNELS}, warm"]
-PROCESSES = 2 if torch.cuda.is_available() else 1  # for the reference, and for a warm cache
+PROCESSES = 2 if GPU else 1  # for the reference, and for a warm cache
 
 
 @functools.cache
 def processes(backend):
     """Return the seconds of each step, by process; the first process has an empty cache."""
-    answers = []
+    if backend == "compile" and (reason := stand_in.obstacle()):
+        pytest.skip(reason)
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(PROCESSES + (backend != "reference")):
-            words = [sys.executable, str(WORKER), backend]
-            environment = {**os.environ, "TRITON_CACHE_DIR": folder}
-            done = subprocess.run(words, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            answers.append(json.loads(done.stdout))
-    return answers
+        return [
+            answer("-m", "benchmarks.first_call_worker", backend, TRITON_CACHE_DIR=folder)
+            for _ in range(PROCESSES + (backend != "reference"))
+        ]
 
 
 def seconds(what, provider):
@@ -58,12 +53,12 @@ def needs_triton():
 @pytest.mark.parametrize("provider", IMPORTS)
 def test_import(measure, provider):
     """Each import follows the previous one; that of the kernels includes that of Triton."""
-    samples = seconds(provider, PROVIDERS[2])
+    samples = seconds(provider, PROVIDERS[0])
     measure(group="imports", samples=samples, dtype="-")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize("op", OPS)
 def test_first_call(measure, op, provider):
     samples = seconds(op, provider)
     bf16 = KERNELS == "triton" or "compile" in provider

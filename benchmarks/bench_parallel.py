@@ -35,19 +35,15 @@ takes S^2 / n.
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.parallel_worker import METHODS, WAYS, Settings
 from benchmarks.peers import GPU
+from benchmarks.workers import answer
 
-WORKER = Path(__file__).with_name("parallel_worker.py")
 COUNTS = [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if GPU else 4)]
 SETTINGS = Settings()
 if GPU:
@@ -60,13 +56,9 @@ if GPU:
 @functools.cache
 def found(processes):
     """The figures of a run on that many processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), str(WORKER), json.dumps(asdict(SETTINGS))]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+    settings = json.dumps(asdict(SETTINGS))
+    return answer(*run, "-m", "benchmarks.parallel_worker", settings, OMP_NUM_THREADS="1")
 
 
 def record(measure, group, provider, tokens, one, **sizes):

@@ -11,7 +11,6 @@ A group compares providers of the same work: `reference` and `triton` are this p
 op with its default backend, and comes first in its group. Others are measured in turn with it: on a
 GPU all of them, on a CPU those of this package. The time is the median over rounds; on a GPU the
 table shows the time on the device. The data are random, because a GPU runs faster on zeros.
-While it runs, each group has a line with a dot for each provider.
 `python -m benchmarks.report out.json --out FOLDER` makes tables and plots of the figures.
 """
 
@@ -181,20 +180,6 @@ def compare(measure, differentiated, mode, provider):
     return run
 
 
-_shown = None  # the group of which a line stands on the terminal
-
-
-def _show(config, group):
-    """Begin a line with the name of a new group; the dots of its providers follow it."""
-    global _shown
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if group == _shown or reporter is None or reporter.verbosity > 0:
-        return
-    _shown = group
-    with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
-        reporter.write(f"\n    {group} ", flush=True)
-
-
 @pytest.fixture
 def measure(benchmark, device, request):
     """Time a call and record the figures in `extra_info`.
@@ -206,20 +191,17 @@ def measure(benchmark, device, request):
         backend: the backend on which a provider ran that chooses one.
         flops, nbytes: those of one call, by the formula in the benchmark. 0 omits the figure.
         dtype: the dtype of the call and of the roofline.
-        on_host: measures the time of the host, on a GPU as well.
         facts: the sizes to record. `batch` and `length` of the test are recorded as well, and its
             `provider` is the name of the provider.
     """
 
     def run(
-        call=None, *, group, backend=None, flops=0, nbytes=0, dtype=DTYPE, samples=None,
-        on_host=False, **facts,
+        call=None, *, group, backend=None, flops=0, nbytes=0, dtype=DTYPE, samples=None, **facts,
     ):  # fmt: skip
         given = {**request.node.callspec.params, **request.node.funcargs, **facts}
         provider = given["provider"]
         shape = {name: given[name] for name in ("batch", "length") if name in given} | facts
         benchmark.group = group
-        _show(request.config, group)
         info = benchmark.extra_info
         info.update(_facts(device, torch.get_num_threads()))
         info["dtype"] = str(dtype).removeprefix("torch.")
@@ -232,9 +214,8 @@ def measure(benchmark, device, request):
             samples = _replayed(benchmark, samples)
         else:
             against = _torch_of(group, provider, call)
-            if not on_host:
-                info["peak_mib"] = peak_bytes(call, device) / 2**20
-            if device.type == "cuda" and not on_host:
+            info["peak_mib"] = peak_bytes(call, device) / 2**20
+            if device.type == "cuda":
                 samples = _device_samples(benchmark, info, call, against)
             else:
                 samples = _samples(benchmark, call, against if provider in report.OURS else None)

@@ -1,8 +1,9 @@
 """Calls ops whose kernels start nothing: what is left is what a call costs on the host.
 
-A stand-in driver names a GPU, Triton compiles for it, and the launcher does nothing. One JSON line
-each: {"op", "mode", "provider", "calls"} in, the seconds of processor that they took out. This is a
-process of its own, because Triton's interpreter, once chosen, holds for the whole process.
+    python -m benchmarks.host_cost_worker CALLS ROUNDS
+
+Kernels are compiled for an H100, and a stand-in for the driver accepts their launches. The last
+line is a JSON object: for "OP MODE PROVIDER" the seconds of processor of that many calls, by round.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / ".cache" / "triton"))
-sys.path.insert(0, str(ROOT))
 
 import torch
 from fastformer.kernels import feed_forward
@@ -27,43 +29,12 @@ from fastformer.kernels.attention import launchers as attention
 from fastformer.kernels.launch import Launch
 from fastformer.kernels.layer_norm import launchers as layer_norm
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
+from benchmarks.gpu import stand_in
 from fastformer.description import Attention, pack
 
 BATCH, HEADS, LENGTH, DIM = 8, 8, 128, 64
 DROPOUT, SCALE = 0.1, DIM**-0.5
-
-
-class Driver:
-    """What Triton asks of a driver, of an H100 that is not there."""
-
-    utils: Any
-
-    def __init__(self) -> None:
-        self.utils = self
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448}
-
-    def load_binary(self, *_: Any) -> tuple[None, int, int, int, int]:
-        return None, 1, 32, 0, 1024
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return lambda *_: None
-
-
-# -------------------------------------------------------------------------------------- the calls
 
 
 class Calls(NamedTuple):
@@ -122,7 +93,6 @@ def call_feed_forward() -> Calls:
     )
 
 
-FACTS = {"architecture": "sm_90", "processors": 132}  # of an H100
 CALLS = {
     "attention": call_attention,
     "layer_norm": call_layer_norm,
@@ -164,26 +134,24 @@ def stock(op: str, mode: str) -> Callable[[], Any]:
 
 
 def main() -> None:
+    calls, rounds = map(int, sys.argv[1:])
     torch.set_num_threads(1)
-    driver.set_active(Driver())
-    modules = [x for name, x in sys.modules.items() if name.startswith("fastformer.kernels.")]
-    for module, (name, fact) in itertools.product(modules, FACTS.items()):
-        if hasattr(module, name):
-            setattr(module, name, lambda device, fact=fact: fact)
     torch.nn.functional.linear = lambda x, w, b: x  # a launch is measured, no product
-    replies, sys.stdout = sys.stdout, sys.stderr  # what Triton prints is no reply
-    made: dict[tuple[str, str, str], Any] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        what = request["op"], request["mode"], request["provider"]
-        if what not in made:
-            made[what] = {"triton": ours, "stock": stock}[what[2]](*what[:2])
-            for _ in range(100):
-                made[what]()
-        call, started = made[what], time.process_time()
-        for _ in range(request["calls"]):
-            call()
-        print(time.process_time() - started, file=replies, flush=True)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in.install(Path(folder))
+        modes, providers = ("forward", "forward+backward"), {"triton": ours, "stock": stock}
+        for op, mode, (provider, make) in itertools.product(CALLS, modes, providers.items()):
+            call = make(op, mode)
+            for _ in range(min(100, calls)):
+                call()
+            found[f"{op} {mode} {provider}"] = samples = []
+            for _ in range(rounds):
+                started = time.process_time()
+                for _ in range(calls):
+                    call()
+                samples.append(time.process_time() - started)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

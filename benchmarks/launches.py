@@ -6,27 +6,24 @@ The layers run on the stand-in GPU (benchmarks/gpu/stand_in): Triton's kernels a
 H100 and their launches accepted, and of torch's ops each that computes counts as one launch. A
 figure is the difference between a stack of three layers and one of two, in training, in bfloat16,
 with dropout and a key mask, so that it is the cost of one more layer. `torch` is the layer of
-torch.nn in eager mode with its memory-efficient attention, and `inductor` that layer under
-torch.compile, of which the code that inductor generates for an H100 is counted. `bert` is a layer
-of Hugging Face's BERT: `accelerate` also sets its attn_implementation to fastformer.
+torch.nn in eager mode with its memory-efficient attention. `bert` is a layer of Hugging Face's
+BERT: `accelerate` also sets its attn_implementation to fastformer.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+
 B, S, D, H = 64, 128, 512, 8
 DRAWS = "randint of a forward"
 LAYERS = "encoder", "decoder", "bert"
@@ -36,14 +33,6 @@ KIND = {name: name for name in ("mm", "addmm", "sum", "randint", "cat")} | {"sta
 KIND |= dict.fromkeys(("copy_", "clone", "_to_copy"), "copy")
 FREE = "_unsafe_view", "_reshape_alias", "promote_types"  # no views by their schema, and no kernel
 Counts = dict[str, dict[str, int]]
-# What the code of inductor launches: triton_red_fused_0.run(..), extern_kernels.mm(..), aten ops.
-CALL = re.compile(r"\b(triton)_\w+\.run\(|\bextern_kernels\.(\w+)\(|\baten\.(\w+)[.\w]*\(")
-NOT_RUN = "the code is counted and not run"
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
-GUARD = """
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>);
-"""
 
 
 def count(layers: Sequence[str] = LAYERS, providers: Sequence[str] = PROVIDERS) -> Counts:
@@ -173,106 +162,8 @@ def _efficient(
     return attend(q, k, v, attn_mask, True, dropout_p)[0]
 
 
-# -------------------------------------------------------------------------------------- inductor
-
-
-def count_compiled(layers: Sequence[str] = LAYERS[:2]) -> Counts:
-    """Return the launches for "LAYER, inductor", counted in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.launches", "--count-compiled", *layers]
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {CACHE: folder}
-        return json.loads(subprocess.check_output(command, cwd=ROOT, env=environment))
-
-
-def _count_compiled(layers: Sequence[str]) -> Counts:
-    """Torch traces forward and backward on a CPU. Then inductor gets their graphs with the tensors
-    on a GPU that is not there, for which this process has a device guard that does nothing.
-    """
-    import torch
-    import torch.nn.functional as F
-    import triton
-    from torch._inductor import compile_fx, config, graph, scheduler
-    from torch.utils._pytree import tree_map
-    from triton.backends.compiler import GPUTarget
-
-    folder, torchs = Path(os.environ[CACHE]), Path(torch.__file__).parent
-    (folder / "guard.cpp").write_text(GUARD)
-    command = f"g++ -std=c++20 -shared -fPIC guard.cpp -o guard.so -I{torchs}/include"
-    subprocess.run([*command.split(), f"-L{torchs}/lib", "-lc10"], check=True, cwd=folder)
-    torch.ops.load_library(str(folder / "guard.so"))
-    target, cuda = GPUTarget("cuda", 90, 32), torch.device("cuda", 0)
-    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
-    properties = SimpleNamespace(
-        name="", gcnArchName="", major=9, minor=0, multi_processor_count=132, warp_size=32,
-        regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
-        shared_memory_per_block_optin=232448,
-    )  # fmt: skip
-    values = dict(
-        _lazy_init=None, is_available=True, device_count=1, current_device=0, _exchange_device=0,
-        _maybe_exchange_device=0, _get_device_properties=properties, get_rng_state=torch.zeros(1),
-        set_rng_state=None,
-    )  # fmt: skip
-    known: Any = {name: mock.Mock(return_value=value) for name, value in values.items()}
-    config.force_disable_caches, config.compile_threads = True, 1
-    config.joint_graph_constant_folding = config.shape_padding = False
-    scheduler.has_triton = lambda *_: True
-    F.scaled_dot_product_attention = _efficient
-    launches: Counter[str] = Counter()
-
-    def generate(made: Any) -> None:
-        code = getattr(made.codegen()[0], "value", "")
-        calls = [next(filter(None, call)) for call in CALL.findall(code.split("def call(")[1])]
-        launches.update("Triton" if x == "triton" else KIND.get(x, "other") for x in calls)
-        raise NotImplementedError(NOT_RUN)
-
-    def moved(x: Any, device: Any = cuda) -> Any:
-        if isinstance(x, torch.Tensor):
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        return device if isinstance(x, torch.device) else x
-
-    compile_inner, graph.GraphLowering.compile_to_module = compile_fx.compile_fx_inner, generate
-
-    def inner(module: Any, inputs: Any, **options: Any) -> Any:
-        (outputs,) = [node.args[0] for node in module.graph.nodes if node.op == "output"]
-        results = [None if node is None else node.meta["val"] for node in outputs]
-        with torch._guards.detect_fake_mode(inputs):
-            for node in module.graph.nodes:
-                node.args, node.kwargs = (tree_map(moved, x) for x in (node.args, node.kwargs))
-                node.meta.update({"val": tree_map(moved, node.meta.get("val"))})
-            inputs = [moved(x) for x in inputs]
-        module.recompile()
-        try:
-            with mock.patch.multiple(torch.cuda, create=True, **known):
-                compile_inner(module, inputs, **options)
-        except Exception as error:
-            if NOT_RUN not in str(error):
-                raise
-
-        def run(arguments: list[Any]) -> list[Any]:
-            arguments.clear()
-            return [moved(x, "cpu") for x in results]
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def step(kind: str, count: int) -> Counter[str]:
-        launches.clear()
-        torch._dynamo.reset()
-        stack = _of_torch(kind, count, dtype=torch.bfloat16).train()
-        backend = lambda *given: compile_fx.compile_fx(*given, inner_compile=inner)  # noqa: E731
-        x = torch.randn(B, S, D, dtype=torch.bfloat16)
-        names = ("src",) if kind == "encoder" else ("tgt", "memory")
-        masks = {f"{name}_key_padding_mask": torch.zeros(B, S) > 0 for name in names}
-        torch.compile(stack, backend=backend)(*[x] * len(names), **masks).backward(x)
-        return Counter(launches)
-
-    return {f"{kind}, inductor": _of_a_layer(step(kind, 2), step(kind, 3)) for kind in layers}
-
-
 if __name__ == "__main__":
-    if "--count-compiled" in sys.argv:
-        print(json.dumps(_count_compiled([x for x in sys.argv if x in LAYERS])))
-    elif "--count" in sys.argv:
+    if "--count" in sys.argv:
         print(json.dumps(_count(*([x for x in sys.argv if x in y] for y in (LAYERS, PROVIDERS)))))
     else:
-        print(table(count() | count_compiled()))
+        print(table(count()))

@@ -1,6 +1,6 @@
 """One of the processes that bench_parallel measures.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel_worker.py SETTINGS
+    torchrun --nproc-per-node 2 -m benchmarks.parallel_worker SETTINGS
 
 SETTINGS is the JSON of `Settings`. Rank 0 prints the JSON of a list of figures, one for each way
 and each length of a sequence; bench_parallel says what they are.
@@ -11,9 +11,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist

@@ -6,10 +6,10 @@ eager PyTorch in the same dtype.
     python -m benchmarks.proof.accuracy --op layer_norm --dtype float32  computes and prints a part
     python -m benchmarks.proof.accuracy --out FOLDER         writes it to another folder
 
-The oracle is the written-out reference in float64, from the same inputs rounded to the dtype.
-The providers are `eager`, torch's own ops in their usual composition; `reference`; `triton`, which
-is interpreted without a GPU; and torch's attention with each of its backends. A run on a GPU writes
-a file with the GPU's name. Each row has its own seed: a part gives the same figures as the whole.
+The oracle is the written-out formula in float64, from the same inputs rounded to the dtype. The
+providers are `eager`, that formula in the dtype, by ops of torch; `reference`; and `triton`, which
+is interpreted without a GPU. A run on a GPU writes a file with the GPU's name. Each row has its own
+seed: a part gives the same figures as the whole.
 
     benign   the tests' usual inputs, whose softmax is not flat
     ill      logits up to 120 (attention) and some 150 (losses); a mean of 1000 times the spread, in
@@ -29,14 +29,12 @@ tests/proof/test_accuracy.py recomputes a sample and compares it to the policy a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
-import itertools
-import math
 import os
 import re
 import sys
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -48,22 +46,15 @@ os.environ.setdefault(
 )  # otherwise the interpreter's sums depend on the cores
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 
 import fastformer as ff
 from benchmarks import ROOT, folder
-from benchmarks.peers import FORCED, rotary_embedding
 from fastformer import eager, numerics
-from fastformer.checks import require_dropout
-from fastformer.ops import dropout
-from fastformer.ops.feed_forward.reference import ACTIVATIONS
 
 RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CONDITIONS = ("benign", "ill")
-SDPA = {f"sdpa {name}": backend for name, backend in FORCED.items()}
 OURS = ("reference", "triton")
 UNDIFFERENTIATED = ("paged_attention",)
 CONSTANT = ("cos", "sin", "teacher_input", "teacher_weight", "teacher_bias")  # without a gradient
@@ -317,222 +308,29 @@ CASES = [
 ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------ peers
+# ---------------------------------------------------------------------------------------- results
 
 
-def _drop(x: Tensor, p: float, seed: int, batch_heads: int = 0) -> Tensor:
-    """Apply dropout with the masks of this package, of heads or of rows, for p as it rounds it."""
-    p = require_dropout("p", p)
-    at = torch.tensor([seed], device=x.device)
-    rows, columns = x.shape[-2:]
-    if batch_heads:
-        gone = dropout.dropped(at, batch_heads, rows, columns, p).view(x.shape)
-    else:
-        gone = dropout.dropped_rows(at, x.numel() // columns, columns, p).view(x.shape)
-    return x.masked_fill(gone, 0.0) / (1 - p)
-
-
-def attention(
-    query, key, value, bias=None, key_lengths=None, is_causal=False, enable_gqa=False,
-    dropout_p=0.0, dropout_seed=0, blocks=None, attn_mask=None,
-):  # fmt: skip
-    """Compute attention as the Annotated Transformer does, with masks of -inf."""
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
-    scores = scores if bias is None else scores + bias
-    shown = attn_mask if blocks is None else blocks
-    hidden = _hidden(query, key, key_lengths, is_causal) if shown is None else ~shown
-    scores = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
-    weights = scores.softmax(-1)
-    if dropout_p:
-        weights = _drop(weights, dropout_p, dropout_seed, query.shape[0] * query.shape[1])
-    return weights @ value
-
-
-def _hidden(query, key, key_lengths, is_causal):
-    hidden, j = None, torch.arange(key.shape[2], device=key.device)
-    if is_causal:
-        hidden = j > torch.arange(query.shape[2], device=key.device)[:, None]
-    if key_lengths is not None:
-        hidden = j >= key_lengths.view(-1, 1, 1, 1)
-    return hidden
-
-
-def _sdpa(backend):
-    def run(
-        query, key, value, bias=None, key_lengths=None, is_causal=False, enable_gqa=False,
-        dropout_p=0.0, dropout_seed=0, blocks=None, attn_mask=None,
-    ):  # fmt: skip
-        if dropout_p:
-            raise RuntimeError("another dropout mask")
-        bias = next((x for x in (blocks, attn_mask) if x is not None), bias)
-        mask = bias if key_lengths is None else ~_hidden(query, key, key_lengths, False)
-        with sdpa_kernel(backend), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # why a backend cannot run
-            return F.scaled_dot_product_attention(
-                query, key, value, mask, 0.0, is_causal, enable_gqa=enable_gqa
-            )
-
-    return run
-
-
-def _packed_attention(
-    query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal=False, blocks=None
-):
-    outputs = []
-    for begin, end in itertools.pairwise(cu_seqlens_q.tolist()):
-        at = slice(begin, end)
-        heads = (x[at].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        shown = None if blocks is None else blocks[at, at]
-        outputs.append(attention(*heads, is_causal=is_causal, blocks=shown)[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
-def _paged_attention(
-    query, key_pages, value_pages, block_table, key_lengths, is_causal, causal_alignment
-):
-    parts = []
-    for row, table, length in zip(query, block_table.long(), key_lengths.tolist()):
-        key, value = (x[table].flatten(0, 1)[:length] for x in (key_pages, value_pages))
-        parts.append((row.unsqueeze(0), *(x.transpose(0, 1).unsqueeze(0) for x in (key, value))))
-    return torch.cat([attention(*part, enable_gqa=True) for part in parts])  # it sees all keys
-
-
-def _layer_norm(input, weight, bias, eps=1e-5, unbiased=False):
-    if not unbiased:
-        return F.layer_norm(input, weight.shape, weight, bias, eps)
-    mean, std = input.mean(-1, keepdim=True), input.std(-1, keepdim=True)
-    return weight * (input - mean) / (std + eps) + bias
-
-
-def _rms_norm(input, weight):
-    return F.rms_norm(input, weight.shape, weight)
-
-
-def _added_and_normed(norm):
-    def run(input, residual, dropout_p=0.0, dropout_seed=0, input_bias=None, **parameters):
-        input = input if input_bias is None else input + input_bias
-        total = residual + (_drop(input, dropout_p, dropout_seed) if dropout_p else input)
-        return torch.cat([norm(total, **parameters), total])
-
-    return run
-
-
-def _feed_forward(input, w_1, b_1, w_2, b_2, activation="relu", dropout_p=0.0, dropout_seed=0):
-    hidden = ACTIVATIONS[activation](F.linear(input, w_1, b_1))
-    hidden = _drop(hidden, dropout_p, dropout_seed, 1) if dropout_p else hidden
-    return F.linear(hidden, w_2, b_2)
-
-
-def _gated(activation):
-    def run(input, w, b, w_2, b_2):
-        z, v = F.linear(input, w, b).chunk(2, -1)
-        return F.linear(activation(z) * v, w_2, b_2)
-
-    return run
-
-
-def _gated_activation(gate, value, activation="silu", alpha=1.0, limit=math.inf, offset=0.0):
-    gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
-    if activation == "sigmoid":
-        return gate.sigmoid() * (value + offset)
-    return gate * (alpha * gate).sigmoid() * (value + offset)
-
-
-def _embed(weight, positional, tokens, dropout_p=0.0, dropout_seed=0):
-    x = F.embedding(tokens, weight) * weight.shape[1] ** 0.5 + positional
-    return _drop(x, dropout_p, dropout_seed) if dropout_p else x
-
-
-def _cross_entropy(
-    logits, target, reduction="mean", label_smoothing=0.0, smoothing="uniform", ignore_index=-100,
-    z_loss=0.0, softcap=None, temperature=1.0, return_entropy=False,
-):  # fmt: skip
-    if softcap is not None:
-        logits = _formed(logits, softcap, temperature)
-        loss = F.cross_entropy(logits, target, reduction=reduction)
-        loss = loss + z_loss * logits.logsumexp(-1).square()
-        if not return_entropy:
-            return loss
-        return torch.cat([loss, -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)])
-    if smoothing == "uniform":
-        return F.cross_entropy(logits, target, reduction=reduction, label_smoothing=label_smoothing)
-    true = torch.full_like(logits, label_smoothing / (logits.shape[-1] - 2))
-    true.scatter_(1, target.unsqueeze(1), 1 - label_smoothing)
-    true[:, ignore_index] = 0.0
-    return F.kl_div(logits.log_softmax(-1), true, reduction=reduction)
-
-
-def _formed(logits, softcap, temperature):
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return logits / temperature
-
-
-def _linear_cross_entropy(input, linear_weight, linear_bias, **rest):
-    return _cross_entropy(F.linear(input, linear_weight, linear_bias), **rest)
-
-
-def _linear_kl_div(
-    input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias, mask,
-    reduction="mean", reverse=False, softcap=None, temperature=1.0,
-):  # fmt: skip
-    both = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
-    q, p = (_formed(F.linear(*x), softcap, temperature).log_softmax(-1) for x in both)
-    given = (p, q) if reverse else (q, p)
-    rows = F.kl_div(*given, reduction="none", log_target=True).sum(-1) * mask
-    return rows if reduction == "none" else rows.sum() / mask.sum()
-
-
-EAGER: dict[str, Callable[..., Tensor]] = {
-    "scaled_dot_product_attention": attention,
-    "packed_attention": _packed_attention,
-    "paged_attention": _paged_attention,
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "dropout_add_layer_norm": _added_and_normed(_layer_norm),
-    "dropout_add_rms_norm": _added_and_normed(_rms_norm),
-    "feed_forward": _feed_forward,
-    "geglu": _gated(F.gelu),
-    "swiglu": _gated(F.silu),
-    "gated_activation": _gated_activation,
-    "embed": _embed,
-    "rotary_embedding": lambda **inputs: torch.cat(rotary_embedding(**inputs), 1),
-    "cross_entropy": _cross_entropy,
-    "linear_cross_entropy": _linear_cross_entropy,
-    "linear_kl_div": _linear_kl_div,
-}
-
-
-def _with_block_mask(
-    function: Callable[..., Tensor], blocks: Tensor | None = None, **inputs: Any
-) -> Tensor:
+def call(op: str, blocks: Tensor | None = None, **inputs: Any) -> Tensor:
+    """Call an op, and join its outputs."""
     if blocks is not None:
         inputs["attn_mask"] = ff.block_mask(blocks)
-    return function(**inputs)
-
-
-def _joined(function: Callable[..., Any], **inputs: Any) -> Tensor:
-    found = function(**inputs)
-    return torch.cat(found) if inputs.get("return_entropy") else found
-
-
-def _ours(op: str) -> Callable[..., Tensor]:
-    function = getattr(ff, op)
-    if op in ("scaled_dot_product_attention", "packed_attention"):
-        return partial(_with_block_mask, function)
-    if op.endswith("cross_entropy"):
-        return partial(_joined, function)
     if op in ("layer_norm", "rms_norm"):
-        return lambda weight, **rest: function(normalized_shape=weight.shape, weight=weight, **rest)
-    if op == "rotary_embedding":
-        return lambda **inputs: torch.cat(function(**inputs), 1)
-    if op.startswith("dropout_add"):
-        return lambda **inputs: torch.cat(function(**inputs))
-    return function
+        inputs["normalized_shape"] = inputs["weight"].shape
+    found = getattr(ff, op)(**inputs)
+    if not isinstance(found, tuple):
+        return found
+    return torch.cat(found, 1 if op == "rotary_embedding" else 0)
 
 
-# ----------------------------------------------------------------------------------------- errors
+def tutorial_norm(
+    op: str, input: Tensor, weight: Tensor, bias: Tensor, eps: float, unbiased: bool
+) -> Tensor:
+    """Compute LayerNorm as the Annotated Transformer does. (The formula of fastformer calls
+    torch.std_mean, which computes in float64 on a CPU.)
+    """
+    mean, std = input.mean(-1, keepdim=True), input.std(-1, keepdim=True)
+    return weight * (input - mean) / (std + eps) + bias
 
 
 def results(
@@ -542,52 +340,43 @@ def results(
     output alone of an op without a gradient.
     """
     if case.op in UNDIFFERENTIATED:
-        return {"output": function(**tensors, **case.options)}
+        return {"output": function(case.op, **tensors, **case.options)}
     leaves = {
         n: x.detach().requires_grad_()
         for n, x in tensors.items()
         if x.is_floating_point() and n not in CONSTANT
     }
-    output = function(**{**tensors, **leaves}, **case.options)
+    output = function(case.op, **{**tensors, **leaves}, **case.options)
     generator = torch.Generator().manual_seed(1)
     cotangent = torch.randn(output.shape, generator=generator).to(dtype).to(output)
     grads = torch.autograd.grad(output, list(leaves.values()), cotangent)
     return {"output": output.detach(), **{"grad " + n: g for n, g in zip(leaves, grads)}}
 
 
-def providers(op: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
-    yield "eager", EAGER[op]
-    for backend in OURS:
-
-        def run(backend: str = backend, **inputs: Any) -> Tensor:
-            with ff.use_backend(backend):
-                return _ours(op)(**inputs)
-
-        yield backend, run
-    if op == "scaled_dot_product_attention":
-        for name, backend in SDPA.items():
-            yield name, _sdpa(backend)
+@contextlib.contextmanager
+def computing(provider: str) -> Iterator[None]:
+    """Return a context in which ops are computed by a provider."""
+    formula = contextlib.nullcontext() if provider in OURS else eager.use_formula()
+    with ff.use_backend(provider if provider in OURS else "reference"), formula:
+        yield
 
 
 def measure(case: Case, condition: str, dtype: str, device: torch.device) -> list[Row]:
-    """Return the rows of one call: output and gradients of each provider that can run it."""
+    """Return the rows of one call: output and gradients of each provider."""
     kind = DTYPES[dtype]
     torch.manual_seed(zlib.crc32(f"{case} {condition}".encode()))
     made = case.make(condition == "ill", kind, *case.sizes)
     tensors = {name: x.to(device) for name, x in made.items()}
     tensors = {n: x.to(kind) if x.is_floating_point() else x for n, x in tensors.items()}
     wide = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()}
-    with ff.use_backend("reference"), eager.use_formula():
-        oracle = results(_ours(case.op), case, wide, kind)
+    with computing("eager"):
+        oracle = results(call, case, wide, kind)
 
     rows: dict[tuple[str, str], Row] = {}
-    for provider, function in providers(case.op):
-        try:
-            found = results(function, case, tensors, kind)
-        except (RuntimeError, NotImplementedError):
-            if provider not in SDPA:
-                raise
-            continue  # a backend of torch's that does not support this call
+    for provider in ("eager", *OURS):
+        tutorial = provider == "eager" and case.options.get("unbiased")
+        with computing(provider):
+            found = results(tutorial_norm if tutorial else call, case, tensors, kind)
         for quantity, want in oracle.items():
             off = found[quantity].double() - want
             rows[provider, quantity] = {
@@ -714,7 +503,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--op", action="append", choices=sorted(EAGER), help="only this one")
+    parser.add_argument(
+        "--op", action="append", choices=sorted({case.op for case in CASES}), help="only this one"
+    )
     parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only this one")
     parser.add_argument("--out", type=folder, help="the folder, benchmarks/results by default")
     arguments = parser.parse_args(argv)

@@ -23,7 +23,7 @@ from benchmarks.gpu.stand_in import device
 
 ATTENTION = "benchmarks/bench_attention.py::test_attention[forward-4096-padding+dropout-d64-{}]"
 NORM = "benchmarks/bench_layer_norm.py::test_widths[forward-512-{}]"
-HOST = "benchmarks/bench_host_cost.py::test_{}]"
+HOST = "benchmarks/bench_host_cost.py::test_host_cost[forward+backward-attention-{}]"
 EMBED = "tests/ops/test_embedding.py::test_by_its_parts[{}-{}]"
 FAILS_IN_A_CAPTURE = NORM.format("torch")
 LOSES_THE_GPU = EMBED.format("triton", 0.5)
@@ -33,8 +33,7 @@ TESTS = [
     "tests/ops/test_sizes.py::test_attention[plain-32]",
     *(ATTENTION.format(name) for name in ("torch", "triton", "packed")),
     *(NORM.format(name) for name in ("torch", "triton")),
-    HOST.format("dispatch[layer_norm-triton"),
-    *(HOST.format(f"host_cost[forward+backward-attention-{name}") for name in ("triton", "stock")),
+    *(HOST.format(name) for name in ("triton", "stock")),
     *(EMBED.format("reference", scale) for scale in (None, 0.5, 1.0)),
     *(EMBED.format("triton", scale) for scale in (None, 0.5)),
 ]
@@ -197,7 +196,7 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     assert timers[norm, "torch"].endswith("a CUDA graph failed: not to be captured")
     assert timers[norm, "triton"] == timers[attention, "torch"] == report.CAPTURED
     host = [row for row in data["rows"] if row["group"].startswith("host cost")]
-    assert len(host) >= 3  # what the host takes has passed, whatever the device took
+    assert len(host) >= 2  # what the host takes has passed, whatever the device took
     assert all("device_timer" not in row and row["ms"] != device.MILLISECONDS for row in host)
     text = (out / "report.md").read_text()
     assert "its times mean nothing" in text and "| packed, by events |" in text

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fastformer as ff
-from benchmarks.peers import BACKENDS, GPU, available, backend_of, check_agreement
+from benchmarks.peers import BACKENDS, GPU, available, backend_of, backend_taken, check_agreement
 
 D_MODEL, HEADS, D_FF, P = 512, 8, 2048, 0.1
 LAYERS = 6 if GPU else 2
@@ -70,7 +70,7 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
     products = int((lengths**2).sum()) if padding else batch * length**2
     measure(
         call,
-        backend=_backends_taken(after, x, hidden, provider) if provider in BACKENDS else None,
+        backend=backend_taken(provider, device),
         group=f"nn.TransformerEncoder S={length}, padding {padding:.0%}, {task}",
         flops=LAYERS * passes * (2 * weights * tokens + 4 * products * D_MODEL),
         padding=padding,
@@ -80,10 +80,3 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
         heads=HEADS,
         dropout_p=P if task == "training" else 0.0,
     )
-
-
-def _backends_taken(model, x, hidden, backend):
-    """Return the backends on which the layers ran, joined by "+"."""
-    with ff.use_backend(backend):
-        rows = ff.explain(model, x, src_key_padding_mask=hidden).rows
-    return "+".join(sorted({row[2] for row in rows}))

@@ -1,5 +1,4 @@
-"""Training steps of the copy task's model, of an encoder layer of the base Transformer, and of the
-whole base Transformer.
+"""Training steps of an encoder layer of the base Transformer, and of the whole base Transformer.
 
 `torch` is the same model with the same weights, whose attention, feed-forward and LayerNorm are
 plain torch modules: nn.Linear, F.scaled_dot_product_attention with the mask and dropout,
@@ -34,11 +33,12 @@ from benchmarks.peers import (
     GPU,
     available,
     backend_of,
+    backend_taken,
     check_agreement,
     tutorial_attention,
 )
-from fastformer.training.copy_task import PAD, Settings, copy_batches
-from fastformer.training.training import LabelSmoothing, SimpleLossCompute, make_optimizer
+from fastformer.training.copy_task import PAD, Settings
+from fastformer.training.training import LabelSmoothing, SimpleLossCompute
 
 D_MODEL, D_FF, HEADS, P = 512, 2048, 8, 0.1
 
@@ -120,38 +120,6 @@ def rivals(ours: nn.Module) -> dict[str, nn.Module]:
 PEERS = available("torch", "tutorial", "compile")
 
 
-class TorchLayer(nn.Module):
-    """nn.TransformerEncoderLayer with the weights and the signature of `ff.EncoderLayer`."""
-
-    def __init__(self, like: ff.EncoderLayer) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(
-            D_MODEL, HEADS, D_FF, P, layer_norm_eps=1e-6, batch_first=True, norm_first=True
-        )
-        linears, ours = like.self_attn.linears, like.feed_forward
-        with torch.no_grad():
-            self.layer.self_attn.in_proj_weight.copy_(torch.cat([m.weight for m in linears[:3]]))
-            self.layer.self_attn.in_proj_bias.copy_(torch.cat([m.bias for m in linears[:3]]))
-        pairs = {
-            self.layer.self_attn.out_proj: linears[3],
-            self.layer.linear1: ours.w_1,
-            self.layer.linear2: ours.w_2,
-            self.layer.norm1: like.sublayer[0].norm,
-            self.layer.norm2: like.sublayer[1].norm,
-        }
-        for theirs, source in pairs.items():
-            theirs.load_state_dict(source.state_dict())
-
-    def forward(self, x, mask):
-        return self.layer(x, src_key_padding_mask=~mask[:, 0])
-
-
-def _backend_taken(backend, device):
-    """Return the backend on which an op runs on the device."""
-    with ff.use_backend(backend):
-        return ff.explain("layer_norm", torch.zeros(1, 8, device=device), 8).backend
-
-
 @pytest.fixture
 def measure_step(measure, provider, device):
     """measure_step(models, step, inputs, ...): check that the provider's model agrees with the
@@ -170,7 +138,7 @@ def measure_step(measure, provider, device):
             with backend_of(provider):
                 step(models[provider])
 
-        backend = _backend_taken(provider, device) if provider in BACKENDS else None
+        backend = backend_taken(provider, device)
         measure(call, backend=backend, dtype=expected.dtype, dropout_p=P, **figures)
 
     return run
@@ -179,31 +147,7 @@ def measure_step(measure, provider, device):
 SIZES = dict(d_model=D_MODEL, d_ff=D_FF, heads=HEADS)
 
 
-@pytest.mark.parametrize("provider", ["torch", *BACKENDS])
-def test_copy_task(measure_step, device):
-    settings = Settings(steps=1, device=device, dropout=P)
-    batch = next(copy_batches(settings))
-    ours = settings.model()
-    models = {"torch": plain(ours), **dict.fromkeys(BACKENDS, ours)}
-    criterion = LabelSmoothing(settings.vocab, PAD)
-    optimizers = {
-        model: make_optimizer(model.parameters(), settings.d_model)[0] for model in models.values()
-    }
-    inputs = (batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
-
-    def step(model):
-        out, loss_compute = model(*inputs), SimpleLossCompute(model.generator, criterion)
-        loss = loss_compute(out, batch.tgt_y, batch.ntokens)
-        optimizers[model].zero_grad()
-        loss.backward()
-        optimizers[model].step()
-
-    sizes = dict(batch=settings.batch, length=settings.length, d_model=settings.d_model)
-    sizes |= dict(d_ff=settings.d_ff, heads=settings.h, layers=settings.N)
-    measure_step(models, step, inputs, group="copy task, a training step", **sizes)
-
-
-@pytest.mark.parametrize("provider", [*PEERS, "nn.TransformerEncoderLayer", *BACKENDS])
+@pytest.mark.parametrize("provider", [*PEERS, *BACKENDS])
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096] if GPU else [128, 512])
 def test_encoder_layer(measure_step, device, dtype, batch, length):
     attention = ff.MultiHeadedAttention(HEADS, D_MODEL, P)
@@ -214,7 +158,6 @@ def test_encoder_layer(measure_step, device, dtype, batch, length):
     grad = torch.randn_like(x)
     lengths = torch.linspace(length / 2, length, batch, device=device).int()
     mask = (torch.arange(length, device=device) < lengths[:, None]).unsqueeze(1)  # [B, 1, S]
-    models["nn.TransformerEncoderLayer"] = TorchLayer(ours).to(device, dtype)
 
     def step(model):
         model.zero_grad()
@@ -227,6 +170,14 @@ def test_encoder_layer(measure_step, device, dtype, batch, length):
     measure_step(models, step, (x, mask), group=group, flops=flops, valid_keys=valid, **SIZES)
 
 
+def _batch(batch, length, vocab, device):
+    """Return sentences whose lengths in the source spread evenly from half of the length to all."""
+    src, tgt = (torch.randint(1, vocab, (batch, n), device=device) for n in (length, length + 1))
+    lengths = torch.linspace(length / 2, length, batch, device=device).int()
+    src[torch.arange(length, device=device) >= lengths[:, None]] = PAD
+    return ff.Batch(src, tgt)
+
+
 @pytest.mark.parametrize("provider", [*PEERS, *BACKENDS])
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096] if GPU else [64])
 def test_transformer_step(measure_step, device, dtype, batch, length):
@@ -234,10 +185,7 @@ def test_transformer_step(measure_step, device, dtype, batch, length):
     N, vocab, batch = (6, 37000, batch) if GPU else (1, 2000, 4)
     ours = ff.make_model(vocab, vocab, N, D_MODEL, D_FF, HEADS, P).to(device, dtype)
     models = rivals(ours)
-    src, tgt = (torch.randint(1, vocab, (batch, n), device=device) for n in (length, length + 1))
-    lengths = torch.linspace(length / 2, length, batch, device=device).int()
-    src[torch.arange(length, device=device) >= lengths[:, None]] = PAD
-    data = ff.Batch(src, tgt)
+    data = _batch(batch, length, vocab, device)
     inputs = (data.src, data.tgt, data.src_mask, data.tgt_mask)
     criterion = LabelSmoothing(vocab, PAD, 0.1)
 
@@ -270,10 +218,7 @@ def test_epoch(measure_step, device, dtype, batch, length, provider):
     models |= dict.fromkeys(("nn.Transformer", "compile"), torchs)
     if provider == "compile":
         models["compile"] = torch.compile(torchs, mode="reduce-overhead")
-    src, tgt = (torch.randint(1, vocab, (batch, n), device=device) for n in (length, length + 1))
-    lengths = torch.linspace(length / 2, length, batch, device=device).int()
-    src[torch.arange(length, device=device) >= lengths[:, None]] = PAD
-    data = ff.Batch(src, tgt)
+    data = _batch(batch, length, vocab, device)
     inputs = (data.src, data.tgt, data.src_mask, data.tgt_mask)
     optimizer = torch.optim.Adam(models[provider].parameters(), 1e-4, capturable=GPU)
     criterion = LabelSmoothing(vocab, PAD, 0.1)
@@ -322,6 +267,6 @@ def test_without_padding(measure, request, device, dtype, batch, length, model, 
     for module in models.values():
         module.train()
     group = f"{model} N={N} S={length}, half padding, forward and backward"
-    backend = None if provider == "torch" else _backend_taken("auto", device)
+    backend = None if provider == "torch" else backend_taken("auto", device)
     sizes = dict(batch=batch, tokens=tokens, vocab=vocab, layers=N, dropout_p=P)
     measure(step, group=group, backend=backend, **sizes)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fastformer as ff
-from benchmarks.peers import BACKENDS, GPU, available, backend_of, check_agreement
+from benchmarks.peers import BACKENDS, GPU, available, backend_of, backend_taken, check_agreement
 
 NAMES = {"torch": "sdpa", "eager": "eager", "flash-attn": "flash_attention_2"}
 PEERS = available(*NAMES)
@@ -79,7 +79,7 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
     measure(
         lambda: step(provider),
         group=f"{name}, {layers} layers, S={length}, a training step",
-        backend=_backend_taken(provider, device, dtype) if provider in BACKENDS else None,
+        backend=backend_taken(provider, device),
         flops=3 * 2 * weights * batch * length + 3.5 * 4 * layers * pairs * D_MODEL,
         batch=batch,
         valid_keys=valid,
@@ -88,10 +88,3 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
         layers=layers,
         dropout_p=P,
     )
-
-
-def _backend_taken(backend, device, dtype):
-    """Return the backend on which the attention runs."""
-    x = torch.zeros(1, 1, 16, D_MODEL // HEADS, device=device, dtype=dtype)
-    with ff.use_backend(backend):
-        return ff.explain("scaled_dot_product_attention", x, x, x).backend

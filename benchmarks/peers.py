@@ -128,6 +128,14 @@ def backend_of(provider):
     return ff.use_backend(provider if provider in BACKENDS else "auto")
 
 
+def backend_taken(provider, device):
+    """Return the backend on which fastformer runs on the device, or None for a peer."""
+    if provider not in BACKENDS:
+        return None
+    with ff.use_backend(provider):
+        return ff.explain("layer_norm", torch.zeros(1, 8, device=device), 8).backend
+
+
 def check_agreement(provider, actual, expected, bound=None):
     """Fail if the largest error, relative to the largest value, is not below the bound: by default
     50 roundings of the dtype.

@@ -1,13 +1,19 @@
-"""Plants the bugs of tests/mutants.py, one at a time, in a copy of the checkout, and reports which
-of them the tests see.
+"""Plants bugs, one at a time, in a copy of the checkout, and reports which of them the tests see.
 
-    python -m benchmarks.proof.mutation                        all of them
+    python -m benchmarks.proof.mutation                        the bugs of tests/mutants.py
     python -m benchmarks.proof.mutation --only '^attention'    those whose name matches
+    python -m benchmarks.proof.mutation --draw 60 --seed 7     60 small changes, drawn at random
 
-The test that is on record as the first to fail is tried first, then tests/killers.txt, then all
-that `pytest` runs, then `pytest --all`; the first failure ends the trial. A bug is "seen" by the
-default tests, "seen with --all", or "unseen". Results are written after each trial, and `--resume`
-goes on with the others.
+Needs `python -m pip install cosmic-ray pytest-cov`. cosmic-ray makes the changes that are drawn:
+other operators, numbers and conditions, at places drawn evenly from fastformer/ and kernels/. It is
+called as a library: its own runner has one test command for all changes, and all tests take minutes
+for each. mutmut does not work here: it changes imported modules, but @triton.jit reads files.
+
+Coverage of the tests that `pytest` runs says which of them execute a changed line. It is measured
+once: delete build/mutation-coverage when the code has changed. These tests are tried first; then
+all cases of their functions, and of the functions of the same files that `pytest` leaves out. The
+first failure ends the trial. A bug is "seen" by the default tests, "seen with --all", or "unseen".
+Results are written after each trial, and `--resume` goes on with the others.
 """
 
 from __future__ import annotations
@@ -17,12 +23,13 @@ import ast
 import functools
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,16 +42,20 @@ sys.path.append(str(ROOT / "tests"))
 from mutants import EQUIVALENT, MORE, PLANTED
 
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
+COVERAGE = ROOT / "build" / "mutation-coverage"
 SHARED = "common", "launch"  # files of kernels/ that hold functions of all kernels
-NOTHING_RAN = 4, 5  # exit statuses of pytest
+# Changes that stop a module from being imported, or that nothing calls.
+NO_OPERATORS = ("RemoveDecorator", "Exception", "NoOp", "Break", "Continue")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """The text of a file with a bug in it."""
+    """The text of a file with a bug in it; the bug is in the lines first to last."""
 
     name: str
     file: str
+    first: int
+    last: int
     planted: str
 
 
@@ -66,8 +77,10 @@ def _written(name: str, kernel: str, function: str, old: str, new: str) -> Mutan
                 lines = source.splitlines(True)
                 body = "".join(lines[first:last])
                 if body.count(old) == 1:
+                    start = first + body[: body.index(old)].count("\n")
                     planted = "".join([*lines[:first], body.replace(old, new), *lines[last:]])
-                    return Mutant(name, file.relative_to(ROOT).as_posix(), planted)
+                    changed = start + 1, start + 1 + old.rstrip("\n").count("\n")
+                    return Mutant(name, file.relative_to(ROOT).as_posix(), *changed, planted)
     raise ValueError(f"{name}: no function {function} holds {old!r} once")
 
 
@@ -86,6 +99,48 @@ def _functions(source: str, name: str) -> Iterator[tuple[int, int]]:
             return
         scope = found[0]
     yield scope.lineno - 1, scope.end_lineno
+
+
+def drawn(n: int, seed: int, folders: Sequence[str]) -> list[Mutant]:
+    """Draw changes at n places of the folders, in code that has an effect."""
+    from cosmic_ray.commands.init import _all_work_items
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    places: dict[tuple[str, Any, Any], list[Any]] = {}
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            file, ignored = path.relative_to(ROOT).as_posix(), _without_effect(path.read_text())
+            for item in _all_work_items([path], {}):
+                (change,) = item.mutations
+                if change.start_pos[0] not in ignored and not any(
+                    name in change.operator_name for name in NO_OPERATORS
+                ):
+                    places.setdefault((file, change.start_pos, change.end_pos), []).append(change)
+    choose = random.Random(seed)
+    mutants = []
+    for file, start, end in choose.sample(sorted(places), n):
+        change = choose.choice(places[file, start, end])
+        operator = get_operator(change.operator_name)(**change.operator_args)
+        source = (ROOT / file).read_text()
+        planted = mutate_code(source, operator, change.occurrence)
+        old, new = source.splitlines()[start[0] - 1], planted.splitlines()[start[0] - 1]
+        name = f"{file}:{start[0]}: {old.strip()}  ->  {new.strip()}"
+        mutants.append(Mutant(name, file, start[0], end[0], planted))
+    return mutants
+
+
+def _without_effect(source: str) -> set[int]:
+    """Return the lines of annotations, docstrings, messages and imports."""
+    whole = ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr
+    lines: set[int] = set()
+    node: Any
+    for node in ast.walk(ast.parse(source)):
+        parts = [getattr(node, "returns", None), getattr(node, "annotation", None)]
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for part in [node] if docstring or isinstance(node, whole) else filter(None, parts):
+            lines |= {*range(part.lineno, part.end_lineno + 1)}
+    return lines
 
 
 class Checkout:
@@ -108,6 +163,82 @@ class Checkout:
         )  # fmt: skip
 
 
+def record_coverage(scratch: Path) -> None:
+    """Write which default test executes which line, and all tests."""
+    checkout = Checkout(scratch / "coverage")
+    done = checkout.pytest(
+        "-n", "auto", "--dist", "worksteal", f"--basetemp={scratch / 'temporary'}",
+        "--cov=fastformer", "--cov=kernels", "--cov-context=test", "--cov-report=",
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"the tests fail without any bug:\n{done.stdout[-2000:]}")
+    COVERAGE.mkdir(parents=True, exist_ok=True)
+    for name, options in (("default.txt", []), ("all.txt", ["--all"])):
+        listed = checkout.pytest("--collect-only", *options).stdout.splitlines()
+        (COVERAGE / name).write_text("\n".join(line for line in listed if "::" in line))
+    shutil.copy(checkout.folder / ".coverage", COVERAGE / "lines.sqlite")
+
+
+def _lines_of_functions(source: str) -> set[int]:
+    """Return the lines that do not run when the file is imported."""
+    functions = [x for x in ast.walk(_parse(source)) if isinstance(x, ast.FunctionDef)]
+    return {n for x in functions for n in range(x.body[0].lineno, (x.end_lineno or 0) + 1)}
+
+
+class Tests:
+    """The tests that execute a line: those that `pytest` runs, and those that --all adds."""
+
+    def __init__(self) -> None:
+        from coverage import CoverageData
+
+        self._data = CoverageData(str(COVERAGE / "lines.sqlite"))
+        self._data.read()
+        self._all, self._default = (
+            {*(COVERAGE / name).read_text().splitlines()} for name in ("all.txt", "default.txt")
+        )
+        known = {context.partition("|")[0] for context in self._data.measured_contexts()}
+        self._elsewhere = self._default - known  # tests whose child processes run the code
+        self._run = {test.partition("[")[0] for test in self._default}
+
+    def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
+        """Return the default tests and the other tests, one of each function first. All tests
+        depend on a line that runs at import, and any may run one that none does in its own process:
+        first come those that run another line of the file, or nothing in their own process.
+        """
+        body = _lines_of_functions((ROOT / mutant.file).read_text())
+        default, of_file = set[str](), set[str]()
+        for measured in self._data.measured_files():
+            if measured.endswith("/" + mutant.file):
+                for line, contexts in self._data.contexts_by_lineno(measured).items():
+                    tests = {c.partition("|")[0] for c in contexts if "::" in c}
+                    of_file |= tests
+                    if mutant.first <= line <= mutant.last and line in body:
+                        default |= tests
+        first = _one_of_each_first(default or of_file)
+        if not default:
+            default = self._default
+            first += _one_of_each_first(self._elsewhere)
+            first += _one_of_each_first(default - of_file - self._elsewhere)
+        functions = {test.partition("[")[0] for test in default}
+        files = {test.partition("::")[0] for test in default}
+        more = []
+        for test in self._all - default:
+            function, file = test.partition("[")[0], test.partition("::")[0]
+            if function in functions or (file in files and function not in self._run):
+                more.append(test)
+        return first, _one_of_each_first(more)
+
+
+def _one_of_each_first(tests: Iterable[str]) -> list[str]:
+    tests = [test for test in tests if "planted" not in test]  # they change the text themselves
+    seen: dict[str, int] = {}
+    order = {}
+    for test in sorted(tests):
+        function = test.partition("[")[0]
+        order[test] = seen[function] = seen.get(function, -1) + 1
+    return sorted(tests, key=lambda test: order[test])
+
+
 @dataclass(frozen=True)
 class Verdict:
     name: str
@@ -115,54 +246,70 @@ class Verdict:
     test: str = ""  # that fails
 
 
-def attempt(mutant: Mutant, checkout: Checkout, known: str, limit: float) -> Verdict:
-    """Plant the bug, run tests until one fails, the `known` one first, and take it out again."""
+def attempt(mutant: Mutant, checkout: Checkout, tests: Tests, limit: float) -> Verdict:
+    """Plant the bug, run the tests that execute its lines, and take it out again."""
     file = checkout.folder / mutant.file
     original = file.read_text()
     file.write_text(mutant.planted)
-    listed = checkout.folder / "known.txt"
-    listed.write_text(known)
-    # Tests that change the text themselves are left out, and tests of tools.
-    options = "-x", "-k", "not planted", f"--basetemp={checkout.folder / 'temporary'}"
-    trials: list[tuple[str, ...]] = [("@tests/killers.txt",), (), ("--all", "-m", "not tools")]
-    trials = [(f"@{listed}",)] * ("::" in known) + trials
     try:
-        for trial in trials:
-            verdict = "seen with --all" if "--all" in trial else "seen"
+        for verdict, chosen in zip(("seen", "seen with --all"), tests.of(mutant)):
+            if not chosen:
+                continue
+            listed = checkout.folder / "chosen.txt"
+            listed.write_text("\n".join(chosen))
             try:
-                done = checkout.pytest(*options, *trial, limit=limit)
+                temporary = f"--basetemp={checkout.folder / 'temporary'}"
+                done = checkout.pytest("-x", temporary, f"@{listed}", limit=limit)
             except subprocess.TimeoutExpired:
                 return Verdict(mutant.name, verdict, f"no end within {limit:.0f} s")
-            failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
-            if done.returncode not in (0, *NOTHING_RAN):
+            if done.returncode:
+                failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
                 return Verdict(mutant.name, verdict, failed[1] if failed else "the process ended")
         return Verdict(mutant.name, "unseen")
     finally:
         file.write_text(original)
 
 
+def save(results: dict[str, list[dict[str, str]]]) -> None:
+    """Write the verdicts, one on a line."""
+    lists = (
+        f"{json.dumps(key)}: [\n" + ",\n".join(map(json.dumps, verdicts)) + "\n]"
+        for key, verdicts in results.items()
+    )
+    RESULT.write_text("{\n" + ",\n".join(lists) + "\n}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX")
+    parser.add_argument("--draw", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=3600, help="seconds for all tests")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for a bug's tests")
     parser.add_argument("--resume", action="store_true", help="keep the verdicts on record")
     arguments = parser.parse_args(argv)
-    mutants = [mutant for mutant in written() if arguments.only.search(mutant.name)]
-    known = {v["name"]: v for v in json.loads(RESULT.read_text())["written"]}
-    verdicts = dict(known) if arguments.only.pattern or arguments.resume else {}
+    if arguments.draw:
+        mutants = drawn(arguments.draw, arguments.seed, ("fastformer", "kernels"))
+        key = f"drawn with seed {arguments.seed}"
+    else:
+        mutants, key = [*written()], "written"
+    mutants = [mutant for mutant in mutants if arguments.only.search(mutant.name)]
+    results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    known = {v["name"]: v for v in results.get(key, [])}
+    verdicts = known if arguments.only.pattern or arguments.resume else {}
     if arguments.resume:
         mutants = [mutant for mutant in mutants if mutant.name not in verdicts]
     with tempfile.TemporaryDirectory(prefix="mutation-") as scratch:
-        free = SimpleQueue[Checkout]()
+        if not COVERAGE.exists():
+            record_coverage(Path(scratch))
+        tests, free = Tests(), SimpleQueue[Checkout]()
         for n in range(arguments.workers):
             free.put(Checkout(Path(scratch) / str(n)))
 
         def one(mutant: Mutant) -> Verdict:
             checkout = free.get()
             try:
-                test = known.get(mutant.name, {}).get("test", "")
-                return attempt(mutant, checkout, test, arguments.limit)
+                return attempt(mutant, checkout, tests, arguments.limit)
             finally:
                 free.put(checkout)
 
@@ -170,8 +317,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for n, verdict in enumerate(pool.map(one, mutants), 1):
                 print(f"{n}/{len(mutants)}  {verdict.verdict:16} {verdict.name}  {verdict.test}")
                 verdicts[verdict.name] = asdict(verdict)
-                lines = ",\n".join(map(json.dumps, verdicts.values()))
-                RESULT.write_text(f'{{\n"written": [\n{lines}\n]\n}}\n')
+                results[key] = [*verdicts.values()]
+                save(results)
     return int(any(v["verdict"] == "unseen" for v in verdicts.values()))
 
 

@@ -217,8 +217,7 @@ class Tests:
 
     def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Return the default tests and the other tests, one of each function first. All tests
-        depend on a line that runs at import, and any may run one that none does in its own process:
-        first come those that run another line of the file, or nothing in their own process.
+        depend on a line that runs at import, and those whose child processes run the code on any.
         """
         body = _lines_of_functions((ROOT / mutant.file).read_text())
         default, of_file = set[str](), set[str]()
@@ -229,11 +228,11 @@ class Tests:
                     of_file |= tests
                     if mutant.first <= line <= mutant.last and line in body:
                         default |= tests
-        first = _one_of_each_first(default or of_file)
+        own = default or of_file
+        first = _one_of_each_first(own) + _one_of_each_first(self._elsewhere - own)
         if not default:
             default = self._default
-            first += _one_of_each_first(self._elsewhere)
-            first += _one_of_each_first(default - of_file - self._elsewhere)
+            first += _one_of_each_first(default - own - self._elsewhere)
         functions = {test.partition("[")[0] for test in default}
         files = {test.partition("::")[0] for test in default}
         more = []

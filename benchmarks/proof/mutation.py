@@ -12,8 +12,9 @@ for each. mutmut does not work here: it changes imported modules, but @triton.ji
 Coverage of the tests that `pytest` runs says which of them execute a changed line. It is measured
 once: delete build/mutation-coverage when the code has changed. These tests are tried first; then
 all cases of their functions, and of the functions of the same files that `pytest` leaves out. The
-first failure ends the trial. A bug is "seen" by the default tests, "seen with --all", or "unseen".
-Results are written after each trial, and `--resume` goes on with the others.
+first failure that the bug alone causes ends the trial. A bug is "seen" by the default tests, "seen
+with --all", or "unseen". Results are written after each trial, and `--resume` goes on with the
+others.
 """
 
 from __future__ import annotations
@@ -155,12 +156,26 @@ class Checkout:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, folder / name)
 
-    def pytest(self, *options: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
+    def pytest(self, *options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
             cwd=self.folder, env={**os.environ, "PYTHONPATH": str(self.folder)},
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit,
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
+
+    def first_failure(self, tests: Sequence[str], limit: float) -> str | None:
+        """Return the first of the tests that fails, or why the process ended, or None. A test that
+        takes longer than the limit ends the process.
+        """
+        listed = self.folder / "chosen.txt"
+        listed.write_text("\n".join(tests))
+        ends = ["-o", f"faulthandler_timeout={limit}", "-o", "faulthandler_exit_on_timeout=true"]
+        temporary = f"--basetemp={self.folder / 'temporary'}"
+        done = self.pytest("-x", temporary, *ends, f"@{listed}")
+        if not done.returncode:
+            return None
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
+        return failed[1] if failed else f"the process ended with {done.returncode}"
 
 
 def record_coverage(scratch: Path) -> None:
@@ -202,8 +217,7 @@ class Tests:
 
     def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Return the default tests and the other tests, one of each function first. All tests
-        depend on a line that runs at import, and any may run one that none does in its own process:
-        first come those that run another line of the file, or nothing in their own process.
+        depend on a line that runs at import, and those whose child processes run the code on any.
         """
         body = _lines_of_functions((ROOT / mutant.file).read_text())
         default, of_file = set[str](), set[str]()
@@ -214,11 +228,11 @@ class Tests:
                     of_file |= tests
                     if mutant.first <= line <= mutant.last and line in body:
                         default |= tests
-        first = _one_of_each_first(default or of_file)
+        own = default or of_file
+        first = _one_of_each_first(own) + _one_of_each_first(self._elsewhere - own)
         if not default:
             default = self._default
-            first += _one_of_each_first(self._elsewhere)
-            first += _one_of_each_first(default - of_file - self._elsewhere)
+            first += _one_of_each_first(default - own - self._elsewhere)
         functions = {test.partition("[")[0] for test in default}
         files = {test.partition("::")[0] for test in default}
         more = []
@@ -230,7 +244,8 @@ class Tests:
 
 
 def _one_of_each_first(tests: Iterable[str]) -> list[str]:
-    tests = [test for test in tests if "planted" not in test]  # they change the text themselves
+    # The first kind changes the text itself, the second needs all tests.
+    tests = [test for test in tests if not re.search("planted|test_selection", test)]
     seen: dict[str, int] = {}
     order = {}
     for test in sorted(tests):
@@ -247,24 +262,26 @@ class Verdict:
 
 
 def attempt(mutant: Mutant, checkout: Checkout, tests: Tests, limit: float) -> Verdict:
-    """Plant the bug, run the tests that execute its lines, and take it out again."""
+    """Plant the bug, run the tests that execute its lines, and take it out again. A test that fails
+    beside others counts if it also fails alone, and passes without the bug.
+    """
     file = checkout.folder / mutant.file
     original = file.read_text()
     file.write_text(mutant.planted)
     try:
         for verdict, chosen in zip(("seen", "seen with --all"), tests.of(mutant)):
-            if not chosen:
-                continue
-            listed = checkout.folder / "chosen.txt"
-            listed.write_text("\n".join(chosen))
-            try:
-                temporary = f"--basetemp={checkout.folder / 'temporary'}"
-                done = checkout.pytest("-x", temporary, f"@{listed}", limit=limit)
-            except subprocess.TimeoutExpired:
-                return Verdict(mutant.name, verdict, f"no end within {limit:.0f} s")
-            if done.returncode:
-                failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
-                return Verdict(mutant.name, verdict, failed[1] if failed else "the process ended")
+            while chosen:
+                failed = checkout.first_failure(chosen, limit)
+                if failed is None:
+                    break
+                if failed not in chosen:  # a module cannot be imported, or the process ended
+                    return Verdict(mutant.name, verdict, failed)
+                again = checkout.first_failure([failed], limit)
+                file.write_text(original)
+                if again and not checkout.first_failure([failed], limit):
+                    return Verdict(mutant.name, verdict, failed)
+                file.write_text(mutant.planted)
+                chosen = chosen[chosen.index(failed) + 1 :]
         return Verdict(mutant.name, "unseen")
     finally:
         file.write_text(original)
@@ -285,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=900, help="seconds for a bug's tests")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a test")
     parser.add_argument("--resume", action="store_true", help="keep the verdicts on record")
     arguments = parser.parse_args(argv)
     if arguments.draw:

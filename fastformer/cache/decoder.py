@@ -25,9 +25,6 @@ class LayerCache:
     def __init__(self, capacity: int, page_size: int | None, pages: int | None) -> None:
         self.own: KVCache | PagedKVCache | None = None
         self.memory = MemoryCache()
-        # On a CPU, the projections of query, key and value as one, for the steps of one token, and
-        # addresses and versions of the weights that they join.
-        self.joined: tuple[tuple[tuple[int, int], ...], Tensor, Tensor] | None = None
         self._capacity, self._page_size, self._pages = capacity, page_size, pages
 
     def append(self, key: Tensor, value: Tensor) -> None:

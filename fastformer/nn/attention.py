@@ -290,7 +290,9 @@ class MultiHeadedAttention(AliasedModule):
             checks.require_floating(**given)
         linears = list(self.linears)
         require_linear_input("query", first, linears[0])
-        q, *new = [x.transpose(1, 2) for x in self._projected_step(inputs, linears, cache)]
+        # One GEMM for each: for few tokens, joining the weights takes longer than reading them.
+        projected = (linear(x) for linear, x in zip(linears, inputs.values()))
+        q, *new = [x.unflatten(-1, (-1, self.d_k)).transpose(1, 2) for x in projected]
         if new:
             q, new[0] = self._positioned(q, new[0], rotary)
         elif self.query_norm is not None:
@@ -380,42 +382,6 @@ class MultiHeadedAttention(AliasedModule):
                 "expected 'top_left', or keep_attention = False"
             )
         return query_packing
-
-    def _projected_step(
-        self, inputs: dict[str, Tensor], linears: list[Any], cache: object
-    ) -> list[Tensor]:
-        """Project query, key and value, those that are given, to [B, T or S, h or kv_heads, d_k].
-
-        For few tokens, concatenating the weights takes longer than reading them. So the GEMMs are
-        separate, except on a CPU for a token after others: its `LayerCache` keeps the concatenated
-        weights for the rest of the generation.
-        """
-        query, *others = inputs.values()
-        together = linears[:3]
-        if (
-            isinstance(cache, LayerCache)
-            and query.is_cpu
-            and query.shape[1] == 1
-            and len(others) == 2
-            and query is others[0] is others[1]
-            and cache.longest
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and not linears[0].weight.is_inference()  # which has no version
-            and checks.autocast_dtype(query) is None
-            and all(_is_plain_linear(x) for x in together)
-        ):
-            parameters = [x.weight for x in together] + [x.bias for x in together]
-            key = tuple([(x.data_ptr(), x._version) for x in parameters])
-            if cache.joined is None or cache.joined[0] != key:
-                cache.joined = key, torch.cat(parameters[:3]), torch.cat(parameters[3:])
-            heads = F.linear(query, *cache.joined[1:]).view(query.shape[0], 1, -1, self.d_k)
-            return list(heads.split_with_sizes([self.h, self.kv_heads, self.kv_heads], 2))
-        if isinstance(cache, LayerCache) and not cache.longest:
-            cache.joined = None  # another generation: the weights may have changed
-        return [
-            linear(x).unflatten(-1, (-1, self.d_k)) for linear, x in zip(linears, inputs.values())
-        ]
 
     def _projected(self, inputs: dict[str, Tensor], linears: list[Any]) -> list[Tensor]:
         """Project query, key and value [.., d_model] to [.., h or kv_heads, d_k].

@@ -362,7 +362,7 @@ def test_out_of_memory_in_a_step(device, name, where):
         inside = "backward" if where == "vocabulary" else "scaled_dot_product_attention"
         assert any(inside in entry.name for entry in raised.traceback)
         del raised
-        assert tensors() == before
+        assert tensors() <= before  # another test's may be gone
         assert vars(backends._state) == state
         assert ff.explain("layer_norm", x, 8) == choice
         assert same(step(device), want)

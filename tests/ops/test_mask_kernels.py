@@ -135,11 +135,25 @@ def given_as(kind, mask):
     return dict(attn_mask=mask.contiguous() if kind == "tensor" else mask)  # one row may be all
 
 
+ALSO = "padding at a tile", "BigBird", "both ends"
+
+
 @pytest.mark.all_cases
-@pytest.mark.parametrize("kind", ["tensor", "expanded tensor", "numbers"])
-@pytest.mark.parametrize("name", often(PATTERNS, "padding at a tile", "BigBird", "both ends"))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=marks)
+        for n, name in enumerate(PATTERNS)
+        for k, kind in enumerate(("tensor", "expanded tensor", "numbers"))
+        for marks in [
+            [] if name in ALSO else pytest.mark.with_slow if (n + k) % 3 else pytest.mark.with_all
+        ]
+    ],
+)
 def test_tensors(work, tiles, against_oracle, kind, name):
-    """A tensor in place of a block mask: the tiles that are visited are the same."""
+    """A tensor in place of a block mask: the tiles that are visited are the same. With --all each
+    mask is given in one way, with --slow in every.
+    """
     tiles(128, 64)
     mask, counts = PATTERNS[name], []
     seen = int(ff.block_mask(mask).slots().gt(0).sum())

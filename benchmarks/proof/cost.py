@@ -95,7 +95,6 @@ class Entry:
     # way; None: the loop has no wgmma or no exponential.
     overlap: float | None = None
     local: float = 0.0  # accesses of a warp to local memory, where spilled registers lie
-    hazards: int = 0  # instructions that touch a register of a wgmma under way, see sass.py
 
 
 def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
@@ -193,7 +192,6 @@ def _entry(
         overlap=counts["beside"] / counts["exponential"] if part != "rest" and counts["wgmma"]
         and counts["exponential"] else None,
         local=counts["local"] * slots,
-        hazards=counts["hazards"] if part != "rest" else 0,
     )  # fmt: skip
 
 
@@ -378,14 +376,12 @@ def waits(found: Iterable[Entry]) -> list[str]:
 
 
 def misused_registers(found: Iterable[Entry]) -> list[str]:
-    """Say in words which loops touch a register of a wgmma that is under way, which keep registers
-    in local memory that are not known to, and which of Gluon's leave exponentials alone.
+    """Say in words which loops keep registers in local memory that are not known to, and which of
+    Gluon's leave exponentials alone.
     """
     problems = []
     for e in found:
         loop = f"{e.case}, {e.kernel} {e.part}"
-        if e.hazards:
-            problems.append(f"{loop}: {e.hazards} instructions touch a wgmma's registers")
         if e.part != "rest" and e.local > max(known("local", e.case, e.kernel), default=0):
             problems.append(f"{loop}: {e.local:.3g} accesses to local memory")
         apart = known("apart", e.case, e.kernel)

@@ -19,11 +19,10 @@ phase than a barrier's count; bytes that do not add up; a deadlock; copies, stor
 are under way when a partition ends; slices past the end of shared memory; and in global memory all
 that memory_check.py finds.
 
-What it does not see: layouts, and so bank conflicts and wgmma that Triton refuses; registers, of
-which benchmarks/proof/sass.py sees hazards in machine code; the order that ptxas gives the
-instructions of one partition; how threads of a partition differ, because a partition is one thread;
-integer overflow and the rounding of float32 as a GPU does it; time. Values of 16 bits are float32
-that are rounded where the kernel converts them.
+What it does not see: layouts, and so bank conflicts and wgmma that Triton refuses; registers; the
+order that ptxas gives the instructions of one partition; how threads of a partition differ, because
+a partition is one thread; integer overflow and the rounding of float32 as a GPU does it; time.
+Values of 16 bits are float32 that are rounded where the kernel converts them.
 """
 
 from __future__ import annotations

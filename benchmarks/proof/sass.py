@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +91,6 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
                  asynchronous copies, those of the passes that they are ahead
     wgmma        asynchronous tensor instructions of sm_90
     beside       exponentials that are issued while a wgmma of the same warps is under way
-    hazards      instructions that touch a register of such a wgmma, see `hazards`
     """
     names = [instruction.name.split(".")[0] for instruction in instructions]
     units = Counter(_UNIT_OF.get(name, "other") for name in names)
@@ -119,10 +118,7 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
     ahead = min(waits, default=0) // groups if groups else 0
     counts["in_flight"] = counts["loaded"] + ahead * copied
     counts["wgmma"] = names.count("HGMMA")
-    counts["beside"] = len(
-        [i for i, wgmmas in under_way(instructions) if wgmmas and i.name.startswith("MUFU.EX2")]
-    )
-    counts["hazards"] = len(hazards(instructions))
+    counts["beside"] = beside_products(instructions)
     return counts
 
 
@@ -131,7 +127,7 @@ def together(loops: list[list[Instruction]], warps: int) -> dict[str, Any]:
     in a block of that many warps: what `count` gives for a warp is the mean over all warps.
     """
     counts = [count(loop, 4) for loop in loops]
-    of_a_block = ("product", "loaded", "stored", "in_flight", "hazards")
+    of_a_block = ("product", "loaded", "stored", "in_flight")
     return {
         unit: sum(c[unit] for c in counts) * (1 if unit in of_a_block else 4 / warps)
         for unit in counts[0]
@@ -173,104 +169,24 @@ def beside_loops(code: Code, warps: int) -> dict[str, int]:
     return lengths
 
 
-# ------------------------------------------------------------------- products that run on their own
-
-
-class Wgmma(NamedTuple):
-    """An asynchronous product of sm_90, by the registers of a thread that it reads and writes."""
-
-    left: set[int]  # its left operand, where that is not in shared memory
-    sums: set[int]
-
-
-def under_way(loop: list[Instruction]) -> Iterator[tuple[Instruction, list[Wgmma]]]:
-    """Yield each instruction of a loop with the wgmma that may be under way when it is issued,
-    those of the pass before included.
+def beside_products(loop: list[Instruction]) -> int:
+    """Count the exponentials of a loop that are issued while a wgmma may be under way, one of the
+    pass before included.
 
     A group of wgmma ends with the one that has gsb0. WARPGROUP.DEPBAR waits until as many groups
     are left as it says.
     """
-    groups: list[list[Wgmma]] = [[]]  # the last one is not closed yet
+    groups, is_open, found = 0, False, 0  # groups that are closed and not waited for
     for turn in range(2):
-        for instruction in loop:
-            name, operands = instruction
-            if turn:
-                yield instruction, [wgmma for group in groups for wgmma in group]
+        for name, operands in loop:
             if name.startswith("HGMMA"):
-                groups[-1].append(_wgmma(instruction))
-                if "gsb0" in operands:
-                    groups.append([])
+                is_open = "gsb0" not in operands
+                groups += not is_open
             elif name.startswith("WARPGROUP.DEPBAR"):
-                left = int(operands.split(",")[1], 16)
-                del groups[: max(0, len(groups) - 1 - left)]
-
-
-def hazards(loop: list[Instruction]) -> list[str]:
-    """Return the instructions of a loop that touch registers of a wgmma before it has been waited
-    for: they write its left operand, or read or write its sums. The wgmma of one chain may share
-    their sums.
-    """
-    found = []
-    for instruction, wgmmas in under_way(loop):
-        own = _wgmma(instruction) if instruction.name.startswith("HGMMA") else None
-        written, read = (own.sums, own.left) if own else _touched(instruction)
-        if any(
-            written & wgmma.left
-            or (read & wgmma.sums)
-            or (written & wgmma.sums and not (own and own.sums == wgmma.sums))
-            for wgmma in wgmmas
-        ):
-            found.append(" ".join(instruction))
+                groups = min(groups, int(operands.split(",")[1], 16))
+            elif turn and name.startswith("MUFU.EX2") and (groups or is_open):
+                found += 1
     return found
-
-
-def _wgmma(instruction: Instruction) -> Wgmma:
-    """HGMMA.64xNxK of 4 warps: a thread holds N / 2 sums, and 4 registers of a left operand."""
-    operands = [x.strip() for x in instruction.operands.split(",")]
-    n = int(re.findall(r"\d+", instruction.name.split(".")[1])[1])
-    sums, left = _registers(operands[0]), _registers(operands[1])
-    return Wgmma(
-        {r + i for r in left for i in range(4)}, {r + i for r in sums for i in range(n // 2)}
-    )
-
-
-# What has no register as its result: its first operand is an address, or is stored or compared.
-_NO_RESULT = (
-    "BAR BRA DEPBAR EXIT FENCE LDGSTS MEMBAR NOP R2P R2UR RED ST STG STL STS STSM SYNCS UBLKCP "
-    "UTMALDG UTMASTG WARPGROUP WARPSYNC"
-)
-_RESULT = re.compile(r"R\d+")
-_PREDICATE = re.compile(r"!?U?P(T|\d)$")
-
-
-def _touched(instruction: Instruction) -> tuple[set[int], set[int]]:
-    """Return the registers that an instruction writes and those that it reads. An address counts
-    with its first register alone.
-    """
-    words = instruction.name.split(".")
-    width = next((n for word, n in {"128": 4, "64": 2, "WIDE": 2}.items() if word in words), 1)
-    if words[0] == "LDSM" or words[0] == "STSM":
-        width = int(words[-1]) if words[-1] in ("2", "4") else 1
-    if words[0] == "CS2R" and "32" not in words:
-        width = 2
-    operands = [x.strip() for x in instruction.operands.split(",")]
-    while operands and _PREDICATE.match(operands[0]):
-        operands.pop(0)
-    written: set[int] = set()
-    if words[0] not in _NO_RESULT.split() and operands and _RESULT.match(operands[0]):
-        written = {r + i for r in _registers(operands.pop(0)) for i in range(width)}
-    stored = width if words[0].startswith("ST") else 1
-    read = {
-        r + i
-        for operand in operands
-        for r in _registers(operand)
-        for i in range(1 if "[" in operand else stored)
-    }
-    return written, read
-
-
-def _registers(operand: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\bR(\d+)\b", operand)]
 
 
 def _bytes(name: str) -> int:

@@ -128,39 +128,12 @@ def loop_of(text):
 def test_exponentials_beside_a_product():
     found = sass.count(loop_of(OVERLAPPED), warps=4)
     assert (found["wgmma"], found["exponential"], found["beside"]) == (4, 2, 1)
-    assert (found["hazards"], found["local"]) == (0, 1)
+    assert found["local"] == 1
     early = OVERLAPPED.replace("gsb0, 0x1", "gsb0, 0x0")
     assert sass.count(loop_of(early), warps=4)["beside"] == 0
     # A product that is waited for in the next pass only.
     late = OVERLAPPED.replace("WARPGROUP.DEPBAR.LE gsb0, 0x0", "NOP")
     assert sass.count(loop_of(late), warps=4)["beside"] == 2
-    assert sass.count(sass.parse(CODE).instructions, warps=8)["hazards"] == 0
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("FMUL R100, R24, R2", "FMUL R100, R64, R2"),  # reads a sum
-        ("FMUL R100, R24, R2", "FADD R95, RZ, 1"),  # writes the last sum
-        ("FMUL R100, R24, R2", "FADD R8, RZ, 1"),  # writes an operand
-        ("FMUL R100, R24, R2", "LDS.128 R4, [R2]"),  # four registers are one too few
-        ("FMUL R100, R24, R2", "LDS.128 R12, [R2]"),
-        ("FMUL R100, R24, R2", "IMAD.WIDE R14, R2, R3, RZ"),
-        ("FMUL R100, R24, R2", "STS.64 [R2], R62"),  # reads one sum too few
-        ("FMUL R100, R24, R2", "STS.128 [R2], R92"),
-        ("FMUL R100, R24, R2", "CS2R R64, SRZ"),
-        ("FMUL R100, R24, R2", "SHFL.BFLY PT, R70, R2, 0x1, 0x1f"),
-        ("gsb0, 0x1", "gsb0, 0x2"),  # the wait leaves the scores under way
-        ("R64, R12, gdesc", "R64, R32, gdesc"),  # an operand that is not computed yet
-        ("WARPGROUP.DEPBAR.LE gsb0, 0x0", "NOP"),  # the product is not waited for
-        ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "HGMMA.64x64x16.F32.BF16 R40, gdesc[UR8], R40, gsb0"),
-    ],
-)
-def test_a_hazard_is_seen(old, new):
-    """Registers of a wgmma that is under way are touched, but for two that are beside them."""
-    assert OVERLAPPED.count(old) == 1
-    found = sass.hazards(loop_of(OVERLAPPED.replace(old, new)))
-    assert bool(found) != (new in ("LDS.128 R4, [R2]", "STS.64 [R2], R62")), found
 
 
 def test_bytes_in_flight():
@@ -197,7 +170,7 @@ KNOWN = cost.read(cases.Table.read())
 PLAIN = "sm_90 attention bf16 D=64 plain"
 COUNTED = (
     *("issue", "exponential", "product", "loaded", "stored", "wgmma", "beside"),
-    *("hazards", *sass.UNITS),
+    *sass.UNITS,
 )
 RECORD = dict(
     kernel="forward", hash="h", blocks=dict(rows=128, columns=64), warps=8, stages=2, registers=107,
@@ -276,7 +249,6 @@ def test_loops_that_misuse_registers():
         return cost.misused_registers(found[case])
 
     assert wrong() == wrong(beside=0) == []
-    assert "3 instructions touch" in wrong(hazards=3)[0]
     assert "accesses to local memory" in wrong(local=1)[0]
     known = "sm_90 attention bf16 D=128 unaligned 2-D mask, 2-D bias, dropout"
     assert wrong(case=known, local=1) == [] and len(wrong(case=known, local=1000)) == 1

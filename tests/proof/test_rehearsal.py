@@ -22,7 +22,7 @@ from benchmarks.gpu import journal, stand_in
 from benchmarks.gpu.stand_in import device
 
 ATTENTION = "benchmarks/bench_attention.py::test_attention[forward-4096-padding+dropout-d64-{}]"
-NORM = "benchmarks/bench_layer_norm.py::test_widths[forward-512-{}]"
+NORM = "benchmarks/bench_layer_norm.py::test_widths[forward-512-layer_norm-{}]"
 HOST = "benchmarks/bench_host_cost.py::test_host_cost[forward+backward-attention-{}]"
 EMBED = "tests/ops/test_embedding.py::test_by_its_parts[{}-{}]"
 FAILS_IN_A_CAPTURE = NORM.format("torch")

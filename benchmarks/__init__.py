@@ -6,9 +6,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout
+
+
+def table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (header, *rows)]
+    return [lines[0], "|" + "---|" * len(header), *lines[1:]]
 
 
 def folder(word: str) -> Path:

@@ -21,7 +21,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
 import fastformer as ff
-from benchmarks import ROOT
+from benchmarks import ROOT, table
 from fastformer.environment import describe
 from fastformer.training.copy_task import PAD, Settings, copy_batches
 
@@ -486,16 +486,14 @@ def load() -> dict[str, Any]:
     return json.loads(RESULT.read_text())
 
 
-def lines(data: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
-    yield "| on one CPU thread | compared with | fastformer | peer | ratio (quartiles) |"
-    yield "|---" * 5 + "|"
+def lines(data: dict[str, Any]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    header = ["on one CPU thread", "compared with", "fastformer", "peer", "ratio (quartiles)"]
+    cells = []
     for row in data["rows"]:
-        low, high = row["quartiles"]
-        yield (
-            f"| {row['name']} | {row['peer']} | {_time(row['us'])} | {_time(row['peer_us'])} "
-            f"| {row['ratio']:.2f} ({low:.2f} to {high:.2f}) |"
-        )
+        ratio = "{:.2f} ({:.2f} to {:.2f})".format(row["ratio"], *row["quartiles"])
+        cells.append([row["name"], row["peer"], _time(row["us"]), _time(row["peer_us"]), ratio])
+    return table(header, cells)
 
 
 def _time(us: float) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks import table as markdown_table
 
 B, S, D, H = 64, 128, 512, 8
 DRAWS = "randint of a forward"
@@ -49,12 +50,11 @@ def count(layers: Sequence[str] = LAYERS, providers: Sequence[str] = PROVIDERS) 
 
 def table(counts: Counts) -> str:
     """Return the counts as a table of Markdown."""
-    lines = [f"| layer | all | {' | '.join(KINDS)} | {DRAWS} |"]
-    lines.append("|---" * (len(KINDS) + 3) + "|")
+    rows = []
     for name, own in counts.items():
-        cells = [name, sum(own[kind] for kind in KINDS), *(own[kind] for kind in (*KINDS, DRAWS))]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        figures = [own[kind] for kind in KINDS]
+        rows.append([name, sum(figures), *figures, own[DRAWS]])
+    return "\n".join(markdown_table(["layer", "all", *KINDS, DRAWS], rows))
 
 
 def _count(layers: Sequence[str], providers: Sequence[str]) -> Counts:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT, folder
+from benchmarks import table as markdown_table
 from benchmarks.gpu import journal
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -207,12 +208,12 @@ def markdown(results: Results, pictures: Sequence[Path] = ()) -> str:
     for path in pictures:
         lines += ["", f"![{path.stem}]({path.name})"]
     for group, rows in results.groups().items():
-        lines += ["", f"## {group}", "", _shape(rows), ""]
-        lines += ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-        for row, (name, cells) in zip(rows, table(rows)):
+        tabulated = [[name, *cells] for name, cells in table(rows)]
+        for row, cells in zip(rows, tabulated):
             if "ms_low" in row:
-                cells[0] += f" ({_cell(row['ms_low'])} to {_cell(row['ms_high'])})"
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+                cells[1] += f" ({_cell(row['ms_low'])} to {_cell(row['ms_high'])})"
+        lines += ["", f"## {group}", "", _shape(rows), ""]
+        lines += markdown_table(["", *COLUMNS], tabulated)
     return "\n".join(lines) + "\n"
 
 
@@ -376,9 +377,8 @@ def accuracy_table() -> list[str]:
         "and every gradient: of the kernels / of the formula in eager PyTorch, in the same dtype. "
         "benchmarks/results/accuracy.csv lists every case.",
         "",
-        "| op | " + " | ".join(dtypes) + " |",
-        "|---" * (1 + len(dtypes)) + "|",
     ]
+    found = []
     for op in dict.fromkeys(row["op"] for row in rows):
         cells = []
         for dtype in dtypes:
@@ -388,8 +388,8 @@ def accuracy_table() -> list[str]:
                 for provider in ("triton", "eager")
             )
             cells.append(" / ".join(f"{error:.1e}" for error in worst))
-        lines.append(f"| `{op}` | " + " | ".join(cells) + " |")
-    return lines
+        found.append([f"`{op}`", *cells])
+    return lines + markdown_table(["op", *dtypes], found)
 
 
 def compile_table() -> list[str]:
@@ -410,16 +410,14 @@ def compile_table() -> list[str]:
         "compiler serialises them. `other` stands for GPUs without a configuration of their own. "
         "`python -m benchmarks.proof.compile_gate` lists every kernel.",
         "",
-        "| architecture | kernels | kernels that spill | largest spill | kernels with serialised "
-        "wgmma |",
-        "|---|---|---|---|---|",
     ]
+    header = ["architecture", "kernels", "kernels that spill", "largest spill"]
+    found = []
     for name, mine in kernels.items():
         spills = [spill for spill, _ in mine.values() if spill]
         serialised = sum(names != "-" for _, names in mine.values())
-        cells = [name, len(mine), len(spills), max(spills, default=0), serialised]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
+        found.append([name, len(mine), len(spills), max(spills, default=0), serialised])
+    return lines + markdown_table([*header, "kernels with serialised wgmma"], found)
 
 
 def mutation_line() -> str:
@@ -438,12 +436,13 @@ def speed_block(results: Results) -> str:
     shown = list(_headlines(results))
     if not shown:
         return UNMEASURED
-    lines = ["| measured on a GPU | " + " | ".join(COLUMNS) + " |"]
-    lines += ["|---" * (len(COLUMNS) + 1) + "|"]
-    for rows in shown:
-        for row, (name, cells) in zip(rows, table(rows)):
-            if row["backend"] == "triton":
-                lines.append(f"| {row['group']}, {name} | " + " | ".join(cells) + " |")
+    kernels = [
+        [f"{row['group']}, {name}", *cells]
+        for rows in shown
+        for row, (name, cells) in zip(rows, table(rows))
+        if row["backend"] == "triton"
+    ]
+    lines = markdown_table(["measured on a GPU", *COLUMNS], kernels)
     rows = [row for group in shown for row in group]
     lines += [""] + [f"Measured on {place}." for place in dict.fromkeys(map(machine, rows))]
     lines += [f"Roofline in {text}." for text in rooflines(rows)]

@@ -26,6 +26,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from benchmarks import ROOT
+from benchmarks import table as markdown_table
 from benchmarks.proof import cost
 from benchmarks.proof.cases import CASES, DATA, Table, compile_all, keys, translation
 
@@ -121,10 +122,11 @@ HEADER = """\
 
 Triton {version}. Spill: bytes a thread, stores and loads together. Shared: bytes a block.
 Serialised: ptxas warns that it runs the wgmma one by one.
-
-| case | kernel | blocks, warps, stages | registers | spill | serialised | shared | instructions |
-|---|---|---|---|---|---|---|---|
 """
+COLUMNS = (
+    "case", "kernel", "blocks, warps, stages", "registers", "spill", "serialised", "shared",
+    "instructions",
+)  # fmt: skip
 
 
 def rows(answer: dict[str, Any]) -> list[Kernel]:
@@ -160,31 +162,17 @@ def entry(name: str, answer: dict[str, Any]) -> dict[str, Any]:
     return {"translation": translation(answer), "kernels": kernels, "costs": cost.rows(loops)}
 
 
-def differences(new: list[Kernel], known: list[Kernel]) -> list[str]:
-    """Return how the spills and serialised products of a case differ from the data, in words."""
-
-    def facts(rows: list[Kernel]) -> list[str]:
-        return [f"{k.name} {k.blocks}: spill {k.spill}, serialised {k.serialised}" for k in rows]
-
-    now, then = facts(new), facts(known)
-    return [
-        *(f"{fact}: not in {DATA.name}" for fact in now if fact not in then),
-        *(f"{fact}: only in {DATA.name}" for fact in then if fact not in now),
-    ]
-
-
 def print_table(table: Table, names: list[str]) -> None:
-    print(HEADER.format(version=table.triton), end="")
-    for name in names:
-        for row in table.cases.get(name, {}).get("kernels", ()):
-            print("| " + " | ".join(map(str, (name, *row[:-1]))) + " |")
+    found = (
+        [name, *row[:-1]] for name in names for row in table.cases.get(name, {}).get("kernels", ())
+    )
+    print(HEADER.format(version=table.triton), *markdown_table(COLUMNS, found), sep="\n")
 
 
 def changes(name: str, answer: dict[str, Any], known: dict[str, Any]) -> list[str]:
-    """Return how a compiled case differs from the data, in words."""
-    before = [Kernel(*row) for row in known["kernels"]]
+    """Return how the loops of a compiled case differ from the data, in words."""
     loops = cost.ledger({name: answer}).get(name, [])
-    return differences(rows(answer), before) + cost.grown(loops, cost.read_case(name, known))
+    return cost.grown(loops, cost.read_case(name, known))
 
 
 def mend(

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks import table as markdown_table
 from benchmarks.proof.cases import CASES, DATA, Table
 
 TILE = 128 * 64
@@ -215,24 +216,19 @@ without products and of few queries. Copies: groups under way where a loop waits
 of loads that a multiprocessor has under way, in kernels without products and of few queries.
 Overlap: the share of a loop's exponentials beside a wgmma of the same warps. Local: accesses to
 local memory, where spilled registers lie.
-
-| case | kernel | part | registers | blocks | issue | exponentials | products | bytes | copies | KB | overlap | local |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
+COLUMNS = (
+    "case", "kernel", "part", "registers", "blocks", "issue", "exponentials", "products", "bytes",
+    "copies", "KB", "overlap", "local",
+)  # fmt: skip
 
 
 def written(version: str, found: Iterable[Entry]) -> str:
     def cell(x: Any) -> str:
         return "-" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
-    lines = []
-    for e in found:
-        figures = (
-            e.registers, e.blocks, e.issue, e.exponentials, e.products, e.moved,
-            e.outstanding, e.in_flight, e.overlap, e.local,
-        )  # fmt: skip
-        lines.append("| " + " | ".join([e.case, e.kernel, e.part, *map(cell, figures)]) + " |\n")
-    return HEADER.format(version=version) + "".join(lines)
+    rows = ([e.case, e.kernel, e.part, *map(cell, astuple(e)[3:])] for e in found)
+    return "\n".join([HEADER.format(version=version), *markdown_table(COLUMNS, rows)])
 
 
 # The rows of the first table in docs/machine_code.md: a name, the call, and the kernels.
@@ -242,24 +238,23 @@ LOOPS = (
     ("backward", "causal", ("backward_dkdv", "backward_dq")),
     ("backward in Gluon", "causal, Gluon backward", ("hopper_dkdv", "hopper_dq")),
 )
-LOOPS_HEADER = """\
-| causal, bfloat16, sm_90; D = 64 / 128 | whole tile | edge tile | exponentials beside a wgmma | \
-registers | local |
-|---|---|---|---|---|---|
-"""
+LOOPS_HEADER = (
+    "causal, bfloat16, sm_90; D = 64 / 128", "whole tile", "edge tile",
+    "exponentials beside a wgmma", "registers", "local",
+)  # fmt: skip
 
 
-def attention_loops(own: dict[str, list[Entry]]) -> str:
+def attention_loops(own: dict[str, list[Entry]]) -> list[str]:
     """Return the table of attention's loops, in Markdown."""
-    lines = []
+    rows = []
     for label, call, kernels in LOOPS:
         found = [
             [e for e in own[f"sm_90 attention bf16 D={d} {call}"] if e.kernel in kernels]
             for d in (64, 128)
         ]
         cells = [" / ".join(x) for x in zip(*map(_loop_cells, found))]
-        lines.append("| " + " | ".join([label, *cells]) + " |\n")
-    return LOOPS_HEADER + "".join(lines)
+        rows.append([label, *cells])
+    return markdown_table(LOOPS_HEADER, rows)
 
 
 def _loop_cells(found: list[Entry]) -> list[str]:
@@ -288,22 +283,19 @@ STARTS = (
     ("dQ in Gluon", SEPARATE, "hopper_dq"),
     ("backward in one kernel in Gluon, persistent", PERSISTENT, "hopper_short"),
 )
-STARTS_HEADER = """\
-| key mask, dropout, D = 64, sm_90; S = 128 / 512 | start | end | copies | mask |
-|---|---|---|---|---|
-"""
+STARTS_HEADER = "key mask, dropout, D = 64, sm_90; S = 128 / 512", "start", "end", "copies", "mask"
 
 
-def starts(own: dict[str, list[Entry]]) -> str:
+def starts(own: dict[str, list[Entry]]) -> list[str]:
     """Return the table of what is issued beside the loops of products, in Markdown."""
-    lines = []
+    rows = []
     for label, choice, kernel in STARTS:
         call = "sm_90 attention bf16 D=64 S={} key mask, dropout, " + choice
         found = [own[call.format(s)] for s in (128, 512)]
         issued = [{e.part: f"{e.issue:.0f}" for e in x if e.kernel == kernel} for x in found]
         cells = [[x.get(part, "-") for x in issued] for part in ("start", "end", "copy", "mask")]
-        lines.append("| " + " | ".join([label, *map(" / ".join, cells)]) + " |\n")
-    return STARTS_HEADER + "".join(lines)
+        rows.append([label, *map(" / ".join, cells)])
+    return markdown_table(STARTS_HEADER, rows)
 
 
 TABLES = {"loops": attention_loops, "starts": starts}
@@ -314,7 +306,8 @@ def with_tables(page: str) -> str:
     for name, table in TABLES.items():
         start, end = START.format(name), END.format(name)
         before, rest = page.split(start)
-        page = f"{before}{start}\n{table(read(Table.read()))}{end}{rest.split(end)[1]}"
+        lines = "\n".join(table(read(Table.read())))
+        page = f"{before}{start}\n{lines}\n{end}{rest.split(end)[1]}"
     return page
 
 

@@ -16,7 +16,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,78 +231,56 @@ def _shape(rows: Sequence[Row]) -> str:
 # ------------------------------------------------------------------------------------------ plots
 
 
-def curves(rows: Sequence[Row], value: str) -> dict[str, list[tuple[int, float]]]:
-    """Return sorted pairs (length, value) for each provider. `value` is a field of the rows,
-    `roofline` (its height, in the unit of `rate`) or `x best` (the best peer's time divided by the
-    provider's own).
-    """
-    best: dict[int, float] = {}
-    for row in rows:
-        if row["provider"] not in OURS:
-            best[row["length"]] = min(row["ms"], best.get(row["length"], math.inf))
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        y = row.get(value)
-        if value == "x best" and row["provider"] in OURS and row["length"] in best:
-            y = best[row["length"]] / row["ms"]
-        if value == "roofline" and "of_roof" in row:
-            y = row[rate(rows)] / row["of_roof"]
-        if y is not None:
-            name = value if value == "roofline" else row["provider"]
-            found.setdefault(name, []).append((row["length"], y))
-    if "roofline" in found:  # the same for all providers
-        found["roofline"] = list(dict(found["roofline"]).items())
-    return {name: sorted(points) for name, points in found.items()}
-
-
-def rate(rows: Sequence[Row]) -> str:
-    """Return the field that the roofline bounds: FLOPs if they are counted, else bytes."""
-    return "tflops" if any("tflops" in row for row in rows) else "gb_per_s"
-
-
 def draw(family: str, rows: Sequence[Row]) -> Any:
     """Draw time, rate and roofline, peak memory, and the ratio to the best peer against the
-    length, as a matplotlib Figure.
+    length, as a matplotlib Figure. The rate is that of FLOPs if they are counted, else of bytes.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")
-    unit = rate(rows)
-    panels = {
-        "ms": "time, ms (band: quartiles)",
-        unit: {"tflops": "TFLOP/s", "gb_per_s": "GB/s"}[unit],
-        "peak_mib": "peak memory of a call, MiB",
-        "x best": "best peer's time over ours",
+    unit = "tflops" if any("tflops" in row for row in rows) else "gb_per_s"
+    roofline = {r["length"]: r[unit] / r["of_roof"] for r in rows if "of_roof" in r and unit in r}
+    best: dict[int, float] = {}
+    for row in rows:
+        if row["provider"] not in OURS:
+            best[row["length"]] = min(row["ms"], best.get(row["length"], math.inf))
+
+    def x_best(row: Row) -> float | None:
+        compared = row["provider"] in OURS and row["length"] in best
+        return best[row["length"]] / row["ms"] if compared else None
+
+    panels: dict[str, Callable[[Row], float | None]] = {
+        "time, ms (band: quartiles)": lambda row: row["ms"],
+        {"tflops": "TFLOP/s", "gb_per_s": "GB/s"}[unit]: lambda row: row.get(unit),
+        "peak memory of a call, MiB": lambda row: row.get("peak_mib"),
+        "best peer's time over ours": x_best,
     }
-    providers = list(dict.fromkeys(row["provider"] for row in rows))
-    colours = {name: f"C{i % 10}" for i, name in enumerate(providers)}
-    for axes, (value, label) in zip(figure.subplots(2, 2).flat, panels.items()):
-        drawn = curves(rows, value)
-        if not drawn:  # there is no peer, or no memory was measured
+    lengths = sorted({row["length"] for row in rows})
+    for i, (axes, (label, value)) in enumerate(zip(figure.subplots(2, 2).flat, panels.items())):
+        for n, name in enumerate(dict.fromkeys(row["provider"] for row in rows)):
+            own = sorted((r for r in rows if r["provider"] == name), key=lambda r: r["length"])
+            points = [(row["length"], value(row)) for row in own if value(row) is not None]
+            if not points:
+                continue
+            style = dict(color=f"C{n % 10}", linewidth=2.2 if name in OURS else 1.2)
+            axes.plot(*zip(*points), marker="o", markersize=4, label=name, **style)
+            if i == 0:
+                band = zip(*((r["length"], r["ms_low"], r["ms_high"]) for r in own))
+                axes.fill_between(*band, color=style["color"], alpha=0.2, linewidth=0)
+        if not axes.lines:  # there is no peer, or no memory was measured
             axes.set_axis_off()
             continue
-        for name, points in drawn.items():
-            x, y = zip(*points)
-            style = dict(color=colours[name], linewidth=2.2 if name in OURS else 1.2)
-            axes.plot(x, y, marker="o", markersize=4, label=name, **style)
-        if value == "ms":
-            for name in providers:
-                band = [r for r in rows if r["provider"] == name and "ms_low" in r]
-                band.sort(key=lambda r: r["length"])
-                low, high = ([r[k] for r in band] for k in ("ms_low", "ms_high"))
-                lengths = [r["length"] for r in band]
-                axes.fill_between(lengths, low, high, color=colours[name], alpha=0.2, linewidth=0)
-            axes.legend(fontsize=8)
-        if value == unit and (height := curves(rows, "roofline").get("roofline")):
-            axes.plot(*zip(*height), color="black", linestyle="--", label="roofline, measured")
-            axes.legend(fontsize=8)
-        if value == "x best":
+        if i == 1 and roofline:
+            style = dict(color="black", linestyle="--", label="roofline, measured")
+            axes.plot(*zip(*sorted(roofline.items())), **style)
+        if i == 3:
             axes.axhline(1, color="black", linewidth=0.8)
-        lengths = sorted({row["length"] for row in rows})
+        elif all((value(row) or 1) > 0 for row in rows):
+            axes.set_yscale("log")
+        if i < 2:
+            axes.legend(fontsize=8)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(n) for n in lengths], fontsize=8)
-        if value != "x best" and all(row.get(value, 1) > 0 for row in rows):
-            axes.set_yscale("log")
         axes.set(xlabel="sequence length", title=label)
         axes.grid(alpha=0.3)
     figure.suptitle(family)

@@ -12,7 +12,7 @@ Each part is a process of its own with a time limit. If one crashes, hangs or lo
 the test that was running is lost, and the next parts run. FOLDER holds a log and a journal (a JSON
 line for each test) of each part, and results.json and report.md, which are made of the journals
 after each part. The same command resumes a run that was interrupted. The exit status is 1 if a part
-or a test failed. Without a GPU a small run of the same kind is made.
+or a test failed.
 
 KERNELS is a folder with Triton's cache. --prepare runs the same parts over benchmarks/gpu/stand_in,
 which launches nothing. The cache fits one version of Triton, one version of Python and one
@@ -176,16 +176,6 @@ def on_gpu() -> dict[str, list[Part]]:
         "tests": [tests("kernel-tests", 560, "tests", processes=8)],
         "rest": rest,
     }
-
-
-def on_cpu() -> dict[str, list[Part]]:
-    parts = [
-        Part("machine", [*COMMAND, "info"], 40),
-        tests("correctness", 60, "tests/ops/test_sizes.py", "norms|plain", "--all"),
-        figures("norms", 60, "layer_norm", "lengths.*" + having("128", "torch|reference")),
-        figures("decode", 60, "decode", "one_query.*" + having("B1", "torch|reference")),
-    ]
-    return {"first": parts}
 
 
 def chosen(groups: dict[str, list[Part]], only: str | None) -> list[Part]:
@@ -392,7 +382,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--kernels", type=folder, metavar="FOLDER", help="Triton's cache, used and added to")
     add("--prepare", type=folder, metavar="FOLDER", help="only compile, into this cache")
     add("--triton", metavar="VERSION", help="with --prepare: compile with this Triton")
-    add("--dry-run", action="store_true", help="make the small run on a GPU as well")
     return parser
 
 
@@ -416,11 +405,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(options: argparse.Namespace) -> int:
     import torch
 
-    groups = on_gpu()
-    if options.dry_run or not torch.cuda.is_available():
-        print("A dry run" if options.dry_run else "There is no GPU: a small run on the CPU instead")
-        groups = on_cpu()
-    parts = chosen(groups, options.only)
+    parts = chosen(on_gpu(), options.only)
+    if not torch.cuda.is_available():
+        raise ValueError("there is no GPU; `pytest --benchmark-only` measures on a CPU")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running part
     run = Run(options.out, cache(options.kernels) if options.kernels else NONE)
     run.go(parts, 60 * options.minutes)

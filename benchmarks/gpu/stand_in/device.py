@@ -225,8 +225,6 @@ def appear(folder: Path) -> None:
     torch.Tensor.cuda = lambda x, *_, **__: x.to(cuda)
     torch.backends.mha.set_fastpath_enabled(False)  # its nested tensors are of data
     torch.compile = uncompiled
-    # As many steps as tokens, each of many calls: in their place one that needs what they need.
-    torch.nn.GRU.forward = lambda layer, x, *_: (x * sum(p.sum() for p in layer.parameters()), None)
     # The launchers serve meta tensors as they do all others, and their outputs are right as well.
     fake = torch.library.register_fake
     torch.library.register_fake = lambda op, *a, **k: (

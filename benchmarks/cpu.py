@@ -1,9 +1,8 @@
 """Times on one CPU thread beside what fastformer replaces.
 
-    python -m benchmarks.cpu                             measures, and prints a line for each case
-    python -m benchmarks.cpu decoding -r 10              only cases with this word, in 10 rounds
-    python -m benchmarks.cpu --write                     also writes benchmarks/results/cpu.json
-    python -m benchmarks.cpu --plot docs/figures/cpu.png draws the figures of that file
+    python -m benchmarks.cpu                 measures, and prints a line for each case
+    python -m benchmarks.cpu decoding -r 10  only cases with this word, in 10 rounds
+    python -m benchmarks.cpu --write         also writes benchmarks/results/cpu.json
 
 In each round the peer and fastformer run in turn, in the same process, and the order changes with
 the round. A ratio is the median over the rounds of the peer's time divided by fastformer's: above
@@ -500,31 +499,6 @@ def _time(us: float) -> str:
     return f"{us:.3g} µs" if us < 1000 else f"{us / 1000:.3g} ms"
 
 
-def draw(data: dict[str, Any]) -> Any:
-    """Draw the ratios as bars, as a matplotlib Figure."""
-    from matplotlib.figure import Figure
-
-    rows = data["rows"][::-1]
-    figure = Figure(figsize=(8, 0.42 * len(rows) + 1.3), layout="constrained")
-    axes = figure.subplots()
-    ratios = [row["ratio"] for row in rows]
-    errors = [
-        [max(0, row["ratio"] - row["quartiles"][0]) for row in rows],
-        [max(0, row["quartiles"][1] - row["ratio"]) for row in rows],
-    ]
-    colours = ["C0" if ratio >= 1 else "C1" for ratio in ratios]
-    axes.barh(range(len(rows)), ratios, xerr=errors, color=colours, ecolor="0.4", capsize=2)
-    axes.axvline(1, color="black", linewidth=0.8)
-    names = [f"{row['name']}\nbeside {row['peer'].replace('`', '')}" for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=7)
-    for i, row in enumerate(rows):
-        axes.text(0.02, i, f"{row['ratio']:.2f}", color="white", va="center", fontsize=8)
-    axes.set_xlabel("time of the peer / time of fastformer\n(median, quartiles; above 1: faster)")
-    axes.set_title("One CPU thread")
-    axes.grid(axis="x", alpha=0.3)
-    return figure
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -533,12 +507,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("word", nargs="?", default="", help="measure only cases whose name has this word")
     add("-r", "--rounds", type=int, default=ROUNDS, help=f"rounds of a case (default {ROUNDS})")
     add("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
-    add("--plot", type=Path, metavar="FILE", help="draw the figures of that file, and measure none")
     options = parser.parse_args(argv)
-    if options.plot:
-        draw(load()).savefig(options.plot, dpi=200)
-        print(f"Wrote {options.plot}")
-        return
     chosen = [case for case in CASES if options.word in case.name]
     if not chosen or (options.write and len(chosen) < len(CASES)):
         parser.error("no case has this word" if not chosen else "--write measures all cases")

@@ -2,13 +2,13 @@
 
     python -m benchmarks.figures                  everything (most of the time goes to copy_task)
     python -m benchmarks.figures transformer      the page, its notebook and its pictures
-    python -m benchmarks.figures copy_task cpu    those two pictures
+    python -m benchmarks.figures copy_task        that picture
 
 docs/transformer.md is the source of the notebook: its Python blocks are the cells, and the text
 between them is the text of the notebook. The notebook is run, and what a cell prints is put behind
 its block, as a block of text. A picture goes to the file of the image that stands there.
 
-copy_task.png is drawn by the command below it in README.md, cpu.png by `benchmarks.cpu`.
+copy_task.png is drawn by the command below it in README.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks import ROOT
 
 DOCS = ROOT / "docs"
 PAGE, NOTEBOOK = DOCS / "transformer.md", ROOT / "examples" / "transformer.ipynb"
-KINDS = "transformer", "copy_task", "cpu"
+KINDS = "transformer", "copy_task"
 BLOCK = re.compile(  # code, what it printed, and its picture
     r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<text>.*?)^```\n)?"
     r"(?:\n(?P<image>!\[[^\]]*\]\((?P<path>[^)]+)\)\n))?",
@@ -120,12 +120,6 @@ def _readme() -> str:
     return (ROOT / "README.md").read_text()
 
 
-def _cpu() -> None:
-    from benchmarks import cpu
-
-    cpu.main(["--plot", str(DOCS / "figures" / "cpu.png")])
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -136,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if kind not in KINDS:
             parser.error(f"{kind!r} is no kind of figure; expected some of {', '.join(KINDS)}")
     for kind in kinds:
-        {"transformer": _transformer, "copy_task": _copy_task, "cpu": _cpu}[kind]()
+        {"transformer": _transformer, "copy_task": _copy_task}[kind]()
 
 
 if __name__ == "__main__":

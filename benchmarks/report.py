@@ -54,7 +54,6 @@ HEADLINES = [
 ]
 START, END = "<!-- figures: python -m benchmarks.report --evidence -->", "<!-- end of figures -->"
 PICTURE = "figures/headline.png"  # beside the page
-CPU_PICTURE = "figures/cpu.png"
 UNMEASURED = (
     "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one. If you have "
     "an H100 or H200 and ten minutes, "
@@ -322,7 +321,7 @@ def evidence_block(results: Results) -> str:
 
 
 def cpu_table() -> list[str]:
-    """Tabulate the times on a CPU beside those of the peers, and show their figure."""
+    """Tabulate the times on a CPU beside those of the peers."""
     from benchmarks import cpu
 
     data = cpu.load()
@@ -336,10 +335,6 @@ def cpu_table() -> list[str]:
         "faster. `python -m benchmarks.cpu --write` measures it.",
         "",
         *cpu.lines(data),
-        "",
-        f"![Ratios of the times on a CPU]({CPU_PICTURE})",
-        "",
-        f"`python -m benchmarks.cpu --plot docs/{CPU_PICTURE}` draws it from the same file.",
     ]
 
 

@@ -368,6 +368,14 @@ def call_decode(case: dict[str, Any], recorder: Recorder) -> None:
             attention.forward(*pack([query, *keys, options]), False)
 
 
+def both(module: Any, prefix: str, arguments: tuple[Any, ...], needs: list[bool]) -> None:
+    """Call an op's forward and its backward, which takes all that the forward saved."""
+    found = getattr(module, f"{prefix}forward")(*arguments)
+    output, *saved = found if isinstance(found, tuple) else (found,)
+    backward = getattr(module, f"{prefix}backward")
+    backward(torch.empty_like(output), *arguments, *saved, needs)
+
+
 def rows(case: dict[str, Any], tensors: int, parameters: int) -> list[torch.Tensor]:
     """Return tensors of 4096 rows, and parameters of a row."""
     shapes = [(4096, case["n"])] * tensors + [(case["n"],)] * parameters
@@ -377,15 +385,12 @@ def rows(case: dict[str, Any], tensors: int, parameters: int) -> list[torch.Tens
 def call_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
     x, weight, bias = rows(case, 1, 2)
     arguments = (x, (case["n"],), weight, bias, 1e-5, case["unbiased"])
-    output, mean, reciprocal = layer_norm.forward(*arguments)
-    layer_norm.backward(torch.empty_like(output), *arguments, mean, reciprocal, [True] * 3)
+    both(layer_norm, "", arguments, [True] * 3)
 
 
 def call_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
     x, weight = rows(case, 1, 1)
-    arguments = (x, (case["n"],), weight, 1e-5)
-    output, reciprocal = layer_norm.rms_forward(*arguments)
-    layer_norm.rms_backward(torch.empty_like(output), *arguments, reciprocal, [True] * 2)
+    both(layer_norm, "rms_", (x, (case["n"],), weight, 1e-5), [True] * 2)
 
 
 def call_dropout_add_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
@@ -434,8 +439,7 @@ def call_embed(case: dict[str, Any], recorder: Recorder) -> None:
     weight, positional = empty(32768, n, dtype=dtype), empty(512, n, dtype=dtype)
     tokens = empty(8, 512, dtype=torch.int64)
     arguments = (tokens, weight, positional, 0.1, 2.0, 0, empty(1, dtype=torch.int64), None)
-    output = embedding.forward(*arguments)
-    embedding.backward(torch.empty_like(output), *arguments, [True, False])
+    both(embedding, "", arguments, [True, False])
 
 
 def call_rotary_embedding(case: dict[str, Any], recorder: Recorder) -> None:
@@ -453,19 +457,14 @@ def call_rotary_embedding(case: dict[str, Any], recorder: Recorder) -> None:
 def call_gated(case: dict[str, Any], recorder: Recorder) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     x, w, w_2 = (empty(*shape, dtype=dtype) for shape in ((512, 1024), (2 * n, 1024), (1024, n)))
-    forward, backward = (
-        getattr(feed_forward, f"{case['op']}_{which}") for which in ("forward", "backward")
-    )
     arguments = (x, w, None, w_2, None, 0.1, empty(1, dtype=torch.int64), None)
-    output, saved = forward(*arguments)
-    backward(torch.empty_like(output), *arguments, saved, [True, True, False, True, False])
+    both(feed_forward, f"{case['op']}_", arguments, [True, True, False, True, False])
 
 
 def call_gated_activation(case: dict[str, Any], recorder: Recorder) -> None:
     gate, value = (empty(512, case["n"], dtype=DTYPES[case["dtype"]]) for _ in range(2))
     form = (1.702, 7.0, 1.0) if case["limit"] else (1.0, None, 0.0)
-    output = feed_forward.activation_forward(gate, value, "silu", *form)
-    feed_forward.activation_backward(output, gate, value, "silu", *form, [True, True])
+    both(feed_forward, "activation_", (gate, value, "silu", *form), [True, True])
 
 
 def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
@@ -479,8 +478,7 @@ def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
     seed = empty((), dtype=torch.int64) if case["dropout"] else None
     p, shard = 0.1 if case["dropout"] else 0.0, case.get("shard")
     arguments = (x, w_1, b_1, w_2, b_2, case["activation"], p, seed, shard)
-    output, saved = feed_forward.forward(*arguments)
-    feed_forward.backward(torch.empty_like(output), *arguments, saved, [True] * 5)
+    both(feed_forward, "", arguments, [True] * 5)
 
 
 def call_product(case: dict[str, Any], recorder: Recorder) -> None:

@@ -136,7 +136,6 @@ def test_the_evidence_is_up_to_date(benchmarks):
 
 def test_times_on_a_cpu_are_ratios_of_turns(tmp_path, monkeypatch, capsys):
     """The peer's time over ours; of the processor, and after a look whether both agree."""
-    pytest.importorskip("matplotlib")
     from benchmarks import cpu
 
     now = [0.0]
@@ -163,11 +162,10 @@ def test_times_on_a_cpu_are_ratios_of_turns(tmp_path, monkeypatch, capsys):
         data = cpu.load()
     finally:
         cpu.RESULT.unlink(missing_ok=True)
-    assert list(cpu.lines(data))[2:] == [
+    assert cpu.lines(data)[2:] == [
         "| a | b | 1 ms | 2 ms | 2.00 (2.00 to 2.00) |",
         "| c | d | 4 ms | 3 ms | 0.75 (0.75 to 0.75) |",
     ]
-    assert len(cpu.draw(data).axes[0].patches) == 2
     with pytest.raises(SystemExit):
         cpu.main(["no such case"])
     assert "no case has this word" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import GPU, available, compiled
+from benchmarks.peers import GPU, available, with_torch
 
 VOCAB, WIDTH = 37000 if GPU else 4096, 512
 PROVIDERS = available("torch", "compile", "reference", "triton")
@@ -36,4 +36,4 @@ def _torch(tokens, weight, positional):
     return F.dropout(F.embedding(tokens, weight) * WIDTH**0.5 + positional, 0.1)
 
 
-PEERS = {"torch": _torch, "compile": compiled(_torch)}
+PEERS = with_torch(_torch)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import GPU, available, compiled
+from benchmarks.peers import GPU, available, with_torch
 
 PROVIDERS = available("torch", "compile", "addmm_activation", "reference", "triton")
 SEQUENCES = 8 if GPU else 1
@@ -55,7 +55,7 @@ def _addmm_activation(x, w_1, b_1, w_2, b_2):
     return F.linear(F.dropout(torch._addmm_activation(b_1, x, w_1.t()), P), w_2, b_2)
 
 
-PEERS = {"torch": _plain, "compile": compiled(_plain), "addmm_activation": _addmm_activation}
+PEERS = with_torch(_plain, addmm_activation=_addmm_activation)
 
 
 @pytest.mark.parametrize("provider", available("torch", "compile", "liger", "reference", "triton"))
@@ -92,11 +92,7 @@ def _liger_activation(gate, value):
     return LigerSiLUMulFunction.apply(gate, value)
 
 
-ACTIVATION = {
-    "torch": _activation,
-    "compile": compiled(_activation),
-    "liger": _liger_activation,
-}
+ACTIVATION = with_torch(_activation, liger=_liger_activation)
 
 
 def _ours_gated(op, x, w, w_2):
@@ -116,4 +112,4 @@ def _liger(op, x, w, w_2):
     return F.linear(F.dropout(gate.apply(*F.linear(x, w).chunk(2, -1)), P), w_2)
 
 
-GATED = {"torch": _gated, "compile": compiled(_gated), "liger": _liger}
+GATED = with_torch(_gated, liger=_liger)

@@ -14,7 +14,7 @@ import pytest
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import GPU, available, compiled
+from benchmarks.peers import GPU, available, with_torch
 
 ROWS = 262144 if GPU else 1024  # of width 512; fewer of the wider ones
 WIDTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536] if GPU else [512, 8192]
@@ -100,18 +100,14 @@ class Op(NamedTuple):
     parameters: int
 
 
-def _peers(torchs, **others):
-    return {"torch": torchs, "compile": compiled(torchs), **others}
-
-
-ADD_PEERS = _peers(_torch_add)
-NORM_PEERS = _peers(_torch, liger=_liger, quack=_quack, tutorial=_tutorial)
+ADD_PEERS = with_torch(_torch_add)
+NORM_PEERS = with_torch(_torch, liger=_liger, quack=_quack, tutorial=_tutorial)
 OPS = {
     "layer_norm": Op(_ours, NORM_PEERS, False, 2),
-    "rms_norm": Op(_ours_rms, _peers(_torch_rms, liger=_liger_rms, quack=_quack_rms), False, 1),
+    "rms_norm": Op(_ours_rms, with_torch(_torch_rms, liger=_liger_rms, quack=_quack_rms), False, 1),
     "dropout_add_layer_norm": Op(_ours_add, {**ADD_PEERS, "flash-attn": _flash_attn_add}, True, 2),
     "dropout_add_layer_norm input_bias": Op(_ours_add, ADD_PEERS, True, 3),
-    "dropout_add_rms_norm": Op(_ours_add_rms, _peers(_torch_add_rms), True, 1),
+    "dropout_add_rms_norm": Op(_ours_add_rms, with_torch(_torch_add_rms), True, 1),
 }
 OURS = available("reference", "triton")
 PROVIDERS = {op: available(*OPS[op].peers) + OURS for op in OPS}

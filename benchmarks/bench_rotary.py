@@ -8,7 +8,7 @@ and once out, and with norms the query and the key once more. cos and sin add le
 import pytest
 
 import fastformer as ff
-from benchmarks.peers import GPU, available, compiled, rotary_embedding
+from benchmarks.peers import GPU, available, rotary_embedding, with_torch
 
 HEADS, GROUPS, DIM = (32, 8, 128) if GPU else (8, 2, 64)
 PROVIDERS = available("torch", "compile", "liger", "reference", "triton")
@@ -43,4 +43,4 @@ def _liger(query, key, cos, sin, *_):
     return LigerRopeFunction.apply(query, key, cos, sin)
 
 
-PEERS = {"torch": rotary_embedding, "compile": compiled(rotary_embedding), "liger": _liger}
+PEERS = with_torch(rotary_embedding, liger=_liger)

@@ -70,6 +70,11 @@ def compiled(function):
     return torch.compile(function, dynamic=False) if GPU else function
 
 
+def with_torch(function, **others):
+    """Return the peers of an op: torch's function, the same compiled, and others."""
+    return {"torch": function, "compile": compiled(function), **others}
+
+
 def implementation(provider, peers, ours):
     """Return the function of a peer, or `ours` on the backend of that name."""
     if provider in peers:

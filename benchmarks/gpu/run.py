@@ -115,6 +115,7 @@ SMALL = r"attention\[.*-(16|32)\]"  # dimensions of a head
 
 def on_gpu() -> dict[str, list[Part]]:
     """Return the parts by group, the most important first. A group fits into ten minutes."""
+    losses = having("32768", "linear_(cross_entropy|kl_div)", PEERS)
     norms = having("512|4096", "(dropout_add_)?layer_norm", PEERS)
     copy_task = ["copy-task", "--json", "FOLDER/copy_task.json"]
     compiles = dict(silence=150.0)
@@ -130,7 +131,7 @@ def on_gpu() -> dict[str, list[Part]]:
         ),
         figures("lengths", 90, "attention", having("1024|16384", CASES, PEERS)),
         figures("decode", 60, "decode", having("256MB|4096MB", "B1|B64", "4heads", ON_CACHES)),
-        figures("loss", 60, "cross_entropy", "linear.*" + having("32768", PEERS)),
+        figures("loss", 60, "cross_entropy", losses),
         figures("norms", 110, "layer_norm", "widths.*" + norms),
         figures(
             "model", 60, "transformer", "^(?!.*epoch)" + having("512|2048", r"torch|nn\..*|auto")

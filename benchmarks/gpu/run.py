@@ -134,7 +134,7 @@ def on_gpu() -> dict[str, list[Part]]:
         figures("loss", 60, "cross_entropy", losses),
         figures("norms", 110, "layer_norm", "widths.*" + norms),
         figures(
-            "model", 60, "transformer", "^(?!.*epoch)" + having("512|2048", r"torch|nn\..*|auto")
+            "model", 60, "transformer", "^(?!.*epoch)" + having("512|2048", "torch|auto")
         ),
     ]  # fmt: skip
     rest = [

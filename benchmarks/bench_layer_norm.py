@@ -14,7 +14,7 @@ import pytest
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import GPU, available, with_torch
+from benchmarks.peers import GPU, available, tutorial_norm, with_torch
 
 ROWS = 262144 if GPU else 1024  # of width 512; fewer of the wider ones
 WIDTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536] if GPU else [512, 8192]
@@ -38,11 +38,6 @@ def _torch_add(x, residual, weight, bias, input_bias=None):
 def _torch_add_rms(x, residual, weight):
     total = residual + F.dropout(x, P)
     return _torch_rms(total, weight), total
-
-
-def _tutorial(x, weight, bias):
-    mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
-    return weight * (x - mean) / (std + 1e-6) + bias
 
 
 def _liger(x, weight, bias):
@@ -101,7 +96,7 @@ class Op(NamedTuple):
 
 
 ADD_PEERS = with_torch(_torch_add)
-NORM_PEERS = with_torch(_torch, liger=_liger, quack=_quack, tutorial=_tutorial)
+NORM_PEERS = with_torch(_torch, liger=_liger, quack=_quack, tutorial=tutorial_norm)
 OPS = {
     "layer_norm": Op(_ours, NORM_PEERS, False, 2),
     "rms_norm": Op(_ours_rms, with_torch(_torch_rms, liger=_liger_rms, quack=_quack_rms), False, 1),

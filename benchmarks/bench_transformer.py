@@ -1,4 +1,4 @@
-"""Training steps of an encoder layer of the base Transformer, and of the whole base Transformer.
+"""Training steps of the base Transformer. (bench_accelerate.py has those of its encoder.)
 
 `torch` is the same model with the same weights, whose attention, feed-forward and LayerNorm are
 plain torch modules: nn.Linear, F.scaled_dot_product_attention with the mask and dropout,
@@ -15,8 +15,7 @@ the padded batch on the same model (`auto`). Its time includes the packing.
 
 The goal on a CPU: `auto` is at most 5% slower than `torch`, and 1.3 times as fast as `tutorial`.
 
-FLOPs of the encoder layer: forward 2 for each weight and token, backward twice that; attention as
-in bench_attention.
+FLOPs: forward 2 for each weight and token, backward twice that; attention as in bench_attention.
 """
 
 import copy
@@ -36,6 +35,7 @@ from benchmarks.peers import (
     backend_taken,
     check_agreement,
     tutorial_attention,
+    tutorial_norm,
 )
 from fastformer.training.copy_task import PAD, Settings
 from fastformer.training.training import LabelSmoothing, SimpleLossCompute
@@ -86,11 +86,10 @@ class TutorialAttention(PlainAttention):
 class TutorialNorm(nn.Module):
     def __init__(self, like: ff.LayerNorm) -> None:
         super().__init__()
-        self.a_2, self.b_2, self.eps = like.weight, like.bias, like.eps
+        self.weight, self.bias, self.eps = like.weight, like.bias, like.eps
 
     def forward(self, x):
-        mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
-        return self.a_2 * (x - mean) / (std + self.eps) + self.b_2
+        return tutorial_norm(x, self.weight, self.bias, self.eps)
 
 
 TUTORIAL = {**PLAIN, ff.MultiHeadedAttention: TutorialAttention, ff.LayerNorm: TutorialNorm}
@@ -145,29 +144,6 @@ def measure_step(measure, provider, device):
 
 
 SIZES = dict(d_model=D_MODEL, d_ff=D_FF, heads=HEADS)
-
-
-@pytest.mark.parametrize("provider", [*PEERS, *BACKENDS])
-@pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096] if GPU else [128, 512])
-def test_encoder_layer(measure_step, device, dtype, batch, length):
-    attention = ff.MultiHeadedAttention(HEADS, D_MODEL, P)
-    feed_forward = ff.PositionwiseFeedForward(D_MODEL, D_FF, P)
-    ours = ff.EncoderLayer(D_MODEL, attention, feed_forward, P).to(device, dtype)
-    models = rivals(ours)
-    x = torch.randn(batch, length, D_MODEL, device=device, dtype=dtype, requires_grad=True)
-    grad = torch.randn_like(x)
-    lengths = torch.linspace(length / 2, length, batch, device=device).int()
-    mask = (torch.arange(length, device=device) < lengths[:, None]).unsqueeze(1)  # [B, 1, S]
-
-    def step(model):
-        model.zero_grad()
-        model(x, mask).backward(grad)
-
-    valid = int(lengths.sum())
-    weights = 4 * D_MODEL**2 + 2 * D_MODEL * D_FF
-    flops = 3 * 2 * weights * batch * length + 3.5 * 4 * length * valid * D_MODEL
-    group = f"encoder layer S={length}, a training step"
-    measure_step(models, step, (x, mask), group=group, flops=flops, valid_keys=valid, **SIZES)
 
 
 def _batch(batch, length, vocab, device):

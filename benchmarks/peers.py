@@ -110,6 +110,12 @@ def tutorial_attention(q, k, v, mask=None, p=0.0, bias=None):
     return F.dropout(scores.softmax(-1), p) @ v
 
 
+def tutorial_norm(x, weight, bias, eps=1e-6):
+    """Compute LayerNorm as the Annotated Transformer does, with N - 1 in the std."""
+    mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+    return weight * (x - mean) / (std + eps) + bias
+
+
 def rotary_embedding(query, key, cos, sin, query_norm=None, key_norm=None):
     """Turn queries and keys as Llama and Qwen3 of transformers do."""
     rotary, found = cos.shape[-1], []

@@ -49,7 +49,7 @@ HEADLINES = [
     r"dropout_add_layer_norm ",
     r"feed_forward 512->2048 ",
     r"linear_cross_entropy ",
-    r"encoder layer ",
+    r"nn.TransformerEncoder ",
     r"Transformer ",
 ]
 START, END = "<!-- figures: python -m benchmarks.report --evidence -->", "<!-- end of figures -->"

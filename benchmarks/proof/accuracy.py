@@ -50,6 +50,7 @@ from torch import Tensor
 
 import fastformer as ff
 from benchmarks import ROOT, folder
+from benchmarks.peers import tutorial_norm
 from fastformer import eager, numerics
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -323,14 +324,11 @@ def call(op: str, blocks: Tensor | None = None, **inputs: Any) -> Tensor:
     return torch.cat(found, 1 if op == "rotary_embedding" else 0)
 
 
-def tutorial_norm(
-    op: str, input: Tensor, weight: Tensor, bias: Tensor, eps: float, unbiased: bool
-) -> Tensor:
-    """Compute LayerNorm as the Annotated Transformer does. (The formula of fastformer calls
-    torch.std_mean, which computes in float64 on a CPU.)
+def by_tutorial(op: str, input: Tensor, unbiased: bool, **parameters: Any) -> Tensor:
+    """Compute `layer_norm` with unbiased=True as the Annotated Transformer does. (The formula of
+    fastformer calls torch.std_mean, which computes the mean in float64 on a CPU.)
     """
-    mean, std = input.mean(-1, keepdim=True), input.std(-1, keepdim=True)
-    return weight * (input - mean) / (std + eps) + bias
+    return tutorial_norm(input, **parameters)
 
 
 def results(
@@ -376,7 +374,7 @@ def measure(case: Case, condition: str, dtype: str, device: torch.device) -> lis
     for provider in ("eager", *OURS):
         tutorial = provider == "eager" and case.options.get("unbiased")
         with computing(provider):
-            found = results(tutorial_norm if tutorial else call, case, tensors, kind)
+            found = results(by_tutorial if tutorial else call, case, tensors, kind)
         for quantity, want in oracle.items():
             off = found[quantity].double() - want
             rows[provider, quantity] = {

@@ -395,16 +395,24 @@ class Worker:
             self.process.communicate()
 
 
-def compile_all(cases: dict[str, Case], progress: Callable[[str, dict[str, Any]], None]) -> None:
+def compile_all(
+    cases: dict[str, Case],
+    progress: Callable[[str, dict[str, Any] | None], None],
+    translations: dict[str, str],
+) -> None:
     """Call `progress` with the name of each case and the worker's answer as soon as it is there:
-    {"records", "limit", "seconds"} or {"error"}.
+    {"records", "limit", "seconds"} or {"error"}; None if the case is translated as it was before.
     """
     free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     workers = [Worker() for _ in range(WORKERS)]
 
-    def ask(name: str) -> tuple[str, dict[str, Any]]:
+    def ask(name: str) -> tuple[str, dict[str, Any] | None]:
         worker = free.get()
         try:
+            if name in translations:
+                answer = worker.ask({**cases[name], "translate": True})
+                if "error" not in answer and translation(answer) == translations[name]:
+                    return name, None
             return name, worker.ask(cases[name])
         finally:
             free.put(worker)

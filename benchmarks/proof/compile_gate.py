@@ -179,15 +179,23 @@ def mend(
     names: list[str],
     keys: dict[str, str],
     known: dict[str, dict[str, Any]],
+    translates: bool,
     write: Callable[[], None],
 ) -> list[str]:
     """Compile the cases of these names, enter those without a problem in `known` with their keys,
     and call `write` after each. Return the problems, in words.
+
+    With `translates` a case whose GPU IR is that of `known` gets its new key, and is not compiled.
     """
     found: list[str] = []
     started = time.time()
 
-    def done(name: str, answer: dict[str, Any]) -> None:
+    def done(name: str, answer: dict[str, Any] | None) -> None:
+        if answer is None:
+            known[name] = {**known[name], "key": keys[name]}
+            write()
+            print(f"the same GPU IR  {name}", flush=True)
+            return
         seconds = f"{time.time() - started:5.0f} s  {answer.get('seconds', 0):5.1f} s of processor"
         remarks = wrong(name, answer)
         found.extend(f"{name}: {text}" for text in remarks)
@@ -199,29 +207,7 @@ def mend(
         print(f"{seconds}  {name}", *(f"    {text}" for text in remarks), sep="\n", flush=True)
 
     asked = {n: {**CASES[n], "loops": CASES[n]["arch"] in cost.CHIPS} for n in names}
-    compile_all(asked, done)
-    return found
-
-
-def unchanged(
-    names: list[str],
-    keys: dict[str, str],
-    known: dict[str, dict[str, Any]],
-    write: Callable[[], None],
-) -> list[str]:
-    """Give those of the cases whose GPU IR is that of the data their new keys, call `write` after
-    each, and return their names.
-    """
-    found = []
-
-    def done(name: str, answer: dict[str, Any]) -> None:
-        if "error" not in answer and translation(answer) == known[name]["translation"]:
-            found.append(name)
-            known[name] = {**known[name], "key": keys[name]}
-            write()
-            print(f"the same GPU IR  {name}", flush=True)
-
-    compile_all({n: {**CASES[n], "translate": True} for n in names if n in known}, done)
+    compile_all(asked, done, {n: known[n]["translation"] for n in known if translates})
     return found
 
 
@@ -266,13 +252,11 @@ def main() -> None:
         if options.mend:
             Table(version, {name: known[name] for name in now if name in known}).write()
 
-    same = [] if options.all else unchanged(stale, now, known, write)
-    asked = [name for name in (named if options.all else stale) if name not in same]
-    print(f"{len(same)} are translated to the same GPU IR; {len(asked)} are compiled", flush=True)
+    asked = named if options.all else stale
     write()
-    found = mend(asked, now, known, write)
+    found = mend(asked, now, known, not options.all, write)
     print(*found, sep="\n")
-    print(f"{len(asked)} of {len(CASES)} cases compiled, {len(found)} problems")
+    print(f"{len(asked)} of {len(CASES)} cases, {len(found)} problems")
     sys.exit(bool(found))
 
 

@@ -35,6 +35,7 @@ takes S^2 / n.
 
 import functools
 import json
+import statistics
 from dataclasses import asdict, replace
 
 import pytest
@@ -61,48 +62,38 @@ def found(processes):
     return answer(*run, "-m", "benchmarks.parallel_worker", settings, OMP_NUM_THREADS="1")
 
 
-def record(measure, group, provider, tokens, one, **sizes):
-    """Record a figure of the worker."""
+STEPS = [("step", way, SETTINGS.length) for way in WAYS]
+ATTENTION = [("attention", method, n) for n in SETTINGS.lengths for method in METHODS]
+
+
+@pytest.mark.parametrize("what, provider, length", STEPS + ATTENTION)
+@pytest.mark.parametrize("processes", COUNTS)
+def test_parallel(measure, request, processes, what, provider, length):
+    if not GPU and processes > 2 and not request.config.getoption("slow"):
+        pytest.skip(f"{processes} processes on a CPU: needs --slow")
+    if processes == 1:
+        if provider not in (WAYS[0], METHODS[0]):
+            pytest.skip("one process shares nothing")
+        provider = "alone"
+    figures = found(processes)
+    one = next(x for x in figures if (x["what"], x["way"], x["length"]) == (what, provider, length))
+    s, median = SETTINGS, statistics.median(one["samples"])
+    if what == "step":
+        group = f"training step of a decoder on {processes} processes"
+        tokens = s.batch * s.length
+        sizes = dict(batch=s.batch, d_model=s.d_model, layers=s.layers)
+    else:
+        group = f"attention of a sequence shared by {processes} processes, S={length}"
+        tokens, sizes = length, dict(heads=s.heads, head_dim=s.dim)
     measure(
         samples=one["samples"],
         group=group,
         provider=provider,
         backend="triton" if GPU else "reference",
-        tokens_per_s=tokens / sorted(one["samples"])[len(one["samples"]) // 2],
+        tokens_per_s=tokens / median,
         peak_mib=one["peak"] / 2**20,
         sent_mib=one["sent"] / 2**20,
         least_mib=one["least"] / 2**20,
+        processes=processes,
         **sizes,
     )
-
-
-@pytest.fixture(autouse=True)
-def enough_cores(request, processes):
-    if not GPU and processes > 2 and not request.config.getoption("slow"):
-        pytest.skip(f"{processes} processes on a CPU: needs --slow")
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("processes", COUNTS)
-def test_training_step(measure, processes, way):
-    if processes == 1 and way != WAYS[0]:
-        pytest.skip("one process has no way")
-    way = way if processes > 1 else "alone"
-    one = next(x for x in found(processes) if (x["what"], x["way"]) == ("step", way))
-    group = f"training step of a decoder on {processes} processes"
-    s, tokens = SETTINGS, SETTINGS.batch * SETTINGS.length
-    sizes = dict(batch=s.batch, length=s.length, d_model=s.d_model, layers=s.layers)
-    record(measure, group, way, tokens, one, processes=processes, **sizes)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("processes", COUNTS)
-@pytest.mark.parametrize("length", SETTINGS.lengths)
-def test_attention(measure, length, processes, method):
-    if processes == 1 and method != METHODS[0]:
-        pytest.skip("one process has no method")
-    method = method if processes > 1 else "alone"
-    one = next(x for x in found(processes) if (x["way"], x.get("length")) == (method, length))
-    group = f"attention of a sequence shared by {processes} processes, S={length}"
-    sizes = dict(heads=SETTINGS.heads, head_dim=SETTINGS.dim)
-    record(measure, group, method, length, one, processes=processes, **sizes)

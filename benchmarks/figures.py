@@ -25,7 +25,6 @@ from benchmarks import ROOT
 
 DOCS = ROOT / "docs"
 PAGE, NOTEBOOK = DOCS / "transformer.md", ROOT / "examples" / "transformer.ipynb"
-KINDS = "transformer", "copy_task"
 BLOCK = re.compile(  # code, what it printed, and its picture
     r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<text>.*?)^```\n)?"
     r"(?:\n(?P<image>!\[[^\]]*\]\((?P<path>[^)]+)\)\n))?",
@@ -120,17 +119,19 @@ def _readme() -> str:
     return (ROOT / "README.md").read_text()
 
 
+KINDS = {"transformer": _transformer, "copy_task": _copy_task}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     kinds = parser.parse_args(argv).kinds or KINDS
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        parser.error(f"{unknown[0]!r} is no kind of figure; expected some of {', '.join(KINDS)}")
     for kind in kinds:
-        if kind not in KINDS:
-            parser.error(f"{kind!r} is no kind of figure; expected some of {', '.join(KINDS)}")
-    for kind in kinds:
-        {"transformer": _transformer, "copy_task": _copy_task}[kind]()
+        KINDS[kind]()
 
 
 if __name__ == "__main__":

@@ -214,7 +214,8 @@ def main():
     found = []
     for way in ("alone",) if alone else WAYS:
         call = Steps(way, settings, device, dtype)
-        found.append(dict(what="step", way=way, **figures(call, settings, device)))
+        one = figures(call, settings, device)
+        found.append(dict(what="step", way=way, length=settings.length, **one))
     for length in settings.lengths:
         for method in ("alone",) if alone else METHODS:
             call = Attention(method, settings, length, device, dtype)

@@ -211,11 +211,6 @@ def mend(
     return found
 
 
-def stale_cases(table: Table, now: dict[str, str]) -> list[str]:
-    """Return the names of the stale cases: all, if the data are of another Triton."""
-    return table.stale(now) if table.triton == metadata.version("triton") else [*now]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail if a case is stale")
@@ -236,7 +231,8 @@ def main() -> None:
         print_table(table, named)
         return
     now = keys()
-    stale = [name for name in stale_cases(table, now) if name in named]
+    of_the_data = table.stale(now) if table.triton == version else now
+    stale = [name for name in of_the_data if name in named]
     gone = [name for name in table.cases if name not in now]
     print(f"{len(stale)} of {len(named)} cases are stale, {len(gone)} are no case any more")
     if options.check:

@@ -43,7 +43,6 @@ from .common import (
     dropout_arguments,
     dropout_keep,
     dropout_stream,
-    load_where,
     tile_in_turn,
 )
 from .launch import (
@@ -69,11 +68,13 @@ from .products import (
     CONFIGURATIONS,
     GROUP_ROWS,
     Sizes,
+    Strides,
     Tiles,
     configuration,
     linear,
     matmul,
     product,
+    product_tile,
 )
 from .registration import register
 from .tuned import TuningKey, choose, flags, named
@@ -156,13 +157,6 @@ def _derivative(z, KIND: tl.constexpr, ALPHA: tl.constexpr = 1.0):
     else:
         s = tl.sigmoid(z * ALPHA)
         return s * (1.0 + z * ALPHA * (1.0 - s))
-
-
-class Strides(NamedTuple):
-    """The row strides of the input and of the weight."""
-
-    x: Any
-    w: Any
 
 
 class GateStrides(NamedTuple):
@@ -266,23 +260,7 @@ def _hidden(
     Reads X [M, K], W [N, K], B [N] and SEED [1]; writes HIDDEN and Z, [M, N] each.
     """
     i0, j0 = tile_in_turn(size.M, size.N, tile, case.group)
-
-    # Past the end, the last row and column are read again, so that their loads need no mask.
-    r = tl.minimum(tl.arange(0, tile.rows), size.M - 1 - i0)
-    c = tl.minimum(tl.arange(0, tile.columns), size.N - 1 - j0)
-    if case.wide:
-        r, c = r.to(tl.int64), c.to(tl.int64)
-    x_base = X + i0.to(tl.int64) * strides.x
-    w_base = W + j0.to(tl.int64) * strides.w
-    acc = tl.zeros([tile.rows, tile.columns], case.acc)
-    for k0 in tl.range(0, size.K, tile.features):
-        k = k0 + tl.arange(0, tile.features)
-        x_pointers = x_base + (r[:, None] * strides.x + k[None, :])
-        w_pointers = w_base + (c[:, None] * strides.w + k[None, :])
-        x = load_where(x_pointers, (k < size.K)[None, :], not case.even)
-        w = load_where(w_pointers, (k < size.K)[None, :], not case.even)
-        acc = tl.dot(x, tl.trans(w), acc, case.precision, out_dtype=case.acc)
-
+    acc = product_tile(X, W, i0, j0, strides, size, tile, case)
     i, j, ok = _extent(i0, j0, size, tile, case.wide)
     place = _offsets(i0, i, j, size.N)
     if case.bias:
@@ -475,8 +453,8 @@ class _First:
         if isinstance(self.way, str):
             return
         tiles = self.way
-        strides = Strides(input.view(rows, features).stride(0), w_1.stride(0))
-        span = max(tiles.rows * strides.x, tiles.columns * strides.w) + features  # of a tile
+        strides = Strides(0, input.view(rows, features).stride(0), 1, 0, 1, w_1.stride(0))
+        span = max(tiles.rows * strides.x_row, tiles.columns * strides.w_column) + features
         case = case._replace(
             even=features % tiles.features == 0, wide=max(span, tiles.rows * width) >= 2**31
         )

@@ -97,21 +97,16 @@ class Case(NamedTuple):
 
 
 @triton.jit
-def product_kernel(X, W, B, Y, strides, size, tile: tl.constexpr, case: tl.constexpr):
-    """One program owns a [BM, BN] tile of a Y [M, N]. Consecutive programs take the row blocks of a
-    group with the same columns, and so share these columns of W in the cache.
-    """
-    i0, j0 = tile_in_turn(size.M, size.N, tile, case.group)
-    b = tl.program_id(1).to(tl.int64)
-
+def product_tile(X, W, i0, j0, strides, size, tile: tl.constexpr, case: tl.constexpr):
+    """Return the tile [BM, BN] of x w at row i0 and column j0, in the dtype of sums."""
     # Past the end, the last row and column are read again, so that their loads need no mask.
     r = tl.minimum(tl.arange(0, tile.rows), size.M - 1 - i0)
     c = tl.minimum(tl.arange(0, tile.columns), size.N - 1 - j0)
     k = tl.arange(0, tile.features)
     if case.wide:
         r, c, k = r.to(tl.int64), c.to(tl.int64), k.to(tl.int64)
-    x_base = X + b * strides.x_batch + i0.to(tl.int64) * strides.x_row
-    w_base = W + b * strides.w_batch + j0.to(tl.int64) * strides.w_column
+    x_base = X + i0.to(tl.int64) * strides.x_row
+    w_base = W + j0.to(tl.int64) * strides.w_column
     acc = tl.zeros([tile.rows, tile.columns], case.acc)
     for k0 in tl.range(0, size.K, tile.features):
         f = k0 + k
@@ -120,7 +115,18 @@ def product_kernel(X, W, B, Y, strides, size, tile: tl.constexpr, case: tl.const
         x = load_where(x_pointers, (f < size.K)[None, :], not case.even)
         w = load_where(w_pointers, (f < size.K)[:, None], not case.even)
         acc = tl.dot(x, w, acc, case.precision, out_dtype=case.acc)
+    return acc
 
+
+@triton.jit
+def product_kernel(X, W, B, Y, strides, size, tile: tl.constexpr, case: tl.constexpr):
+    """One program owns a [BM, BN] tile of a Y [M, N]. Consecutive programs take the row blocks of a
+    group with the same columns, and so share these columns of W in the cache.
+    """
+    i0, j0 = tile_in_turn(size.M, size.N, tile, case.group)
+    b = tl.program_id(1).to(tl.int64)
+    x, w = X + b * strides.x_batch, W + b * strides.w_batch
+    acc = product_tile(x, w, i0, j0, strides, size, tile, case)
     j = j0 + tl.arange(0, tile.columns)
     i = i0 + tl.arange(0, tile.rows)
     if case.bias:

@@ -2,7 +2,7 @@
 
 They stand in tests/bugs/, a line each. In a line, `old` stands once in the text of the function
 and `new` takes its place; tabs part the columns, and \\n stands for a new line. The function of a
-kernel may also stand in kernels/common.py or launch.py.
+kernel may also stand in kernels/common.py, launch.py or products.py.
 """
 
 from pathlib import Path

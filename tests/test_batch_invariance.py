@@ -100,8 +100,8 @@ def test_a_planted_bug_is_caught(kernels, random, plant_and_check, bug):
             have = torch.addmm(b, x[0], w[0])
         torch.testing.assert_close(have.double(), want[0] + b, rtol=1e-4, atol=1e-4)
 
-    change = None if bug is None else ("product_kernel", *BUGS[bug])
-    plant_and_check(products, change, check)
+    kernel = "product_tile" if bug == "the last feature" else "product_kernel"
+    plant_and_check(products, None if bug is None else (kernel, *BUGS[bug]), check)
 
 
 def test_products_into_a_tensor(kernels, random):

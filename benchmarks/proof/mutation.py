@@ -44,7 +44,7 @@ from mutants import EQUIVALENT, MORE, PLANTED
 
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
 COVERAGE = ROOT / "build" / "mutation-coverage"
-SHARED = "common", "launch"  # files of kernels/ that hold functions of all kernels
+SHARED = "common", "launch", "products"  # files of kernels/ that hold functions of all kernels
 # Changes that stop a module from being imported, or that nothing calls.
 NO_OPERATORS = ("RemoveDecorator", "Exception", "NoOp", "Break", "Continue")
 

@@ -9,13 +9,9 @@ several modules share is stored once.
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import json
 import os
-import shutil
-import time
-import uuid
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +29,6 @@ FORMAT = "fastformer model, version 1"
 FACTORIES: dict[str, Callable[..., nn.Module]] = dict(
     make_model=make_model, make_decoder=make_decoder
 )
-LEFT_AFTER = 24 * 60 * 60  # seconds after which a hidden folder is taken for one of a killed save
 OF_A_CALL = ("training", "keep_attention", "attn")  # attributes that are no part of a model
 
 
@@ -41,61 +36,32 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Save a model of `make_model` or `make_decoder` in a folder, from which `load_model` reads it.
 
     The folder holds `model.safetensors`, the parameters and buffers, and `model.json`, the
-    arguments of the factory. It is written under another name and then renamed, so that it is there
-    either completely or not at all. An earlier model in it is replaced, and what killed saves of it
-    have left a day ago or earlier is removed.
+    arguments of the factory. Each file is written under another name and then renamed, so that a
+    save that is killed leaves the earlier model, or, between the two, files that `load_model`
+    refuses. Other files in the folder stay.
 
     Args:
         model: an `EncoderDecoder` or a `LanguageModel` whose modules are those that the factory
             makes, on any device, of float32, float16, bfloat16 or float64. Its mode, hooks and
             requires_grad are not saved.
-        folder: a folder that does not exist, is empty, or holds a saved model; of a symbolic link,
-            the folder that it leads to. Missing folders above it are made.
+        folder: the path of a folder, which is made if it does not exist.
 
     Raises:
         ValueError: the model has other modules than its factory makes (save its `state_dict` and
-            the code that builds it), is sharded, or has another dtype; folder holds other files, or
-            is the working directory, which would be replaced.
+            the code that builds it), is sharded, or has another dtype.
         TypeError: model is neither an EncoderDecoder nor a LanguageModel, folder is no path.
         OSError: the folder cannot be written.
     """
     from safetensors.torch import save_file
 
-    path = _path(folder)
-    if path.exists() and not (path.is_dir() and {p.name for p in path.iterdir()} <= _FILES):
-        kind = "holds other files" if path.is_dir() else "is a file"
-        raise ValueError(
-            f"folder is {str(path)!r}, which {kind}; expected a new or empty folder, or "
-            "that of a saved model"
-        )
-    if path.exists() and path.samefile("."):
-        raise ValueError(
-            f"folder is {str(path)!r}, the working directory, which saving would replace; expected "
-            "another folder"
-        )
-    text = _description(model)
+    path, text = _path(folder), _description(model)
     tensors = {name: x.detach().contiguous() for name, x in _tensors(model).items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (path.parent / f".{path.name}.{uuid.uuid4().hex}" for _ in range(2))
-    try:
-        new.mkdir()
-        (new / DESCRIPTION).write_text(text)
-        save_file(tensors, new / WEIGHTS, metadata={"description": text})
-        if path.exists():  # the name of a folder with files cannot be taken in one step
-            path.rename(old)
-        try:
-            new.rename(path)
-        except OSError:
-            if old.exists():
-                old.rename(path)
-            raise
-    finally:
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
-        with contextlib.suppress(OSError):  # another save has removed it
-            if time.time() - left.stat().st_mtime > LEFT_AFTER:
-                shutil.rmtree(left)
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path) as new:
+        save_file(tensors, os.path.join(new, WEIGHTS), metadata={"description": text})
+        Path(new, DESCRIPTION).write_text(text)
+        for name in (WEIGHTS, DESCRIPTION):
+            os.replace(os.path.join(new, name), path / name)
 
 
 def load_model(
@@ -161,14 +127,11 @@ def load_model(
     return model.to(device)
 
 
-_FILES = {DESCRIPTION, WEIGHTS}
-
-
 def _path(folder: str | os.PathLike[str]) -> Path:
     require_instance("folder", folder, (str, os.PathLike), "a path")
     if not os.fspath(folder):
         raise ValueError("folder is ''; expected a path")
-    return Path(os.path.realpath(folder))
+    return Path(folder)
 
 
 def _named(path: Path) -> str:

@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from context_checks import (  # noqa: F401
     agree,
     context,
-    context_copy_task,
     context_edges,
     context_model,
     context_no_keys,

@@ -78,20 +78,6 @@ def test_the_table_compares_with_torch_and_with_the_best_peer(benchmarks, result
     assert dict(benchmarks.report.table(rows))["triton"][3:6] == ["12346", "64", "3.5"]
 
 
-def test_curves_hold_what_was_measured_and_the_roofline(benchmarks, results):
-    (family, rows), *others = results.families().items()
-    assert family == "attention causal d=64 forward" and not others
-    curves = benchmarks.report.curves
-    assert curves(rows, "ms")["triton"] == [(512, 1.0), (1024, 4.0), (2048, 16.0)]
-    assert curves(rows, "x best") == {
-        "triton": [(n, 2.0) for n in (512, 1024, 2048)],
-        "auto": [(n, 1.6) for n in (512, 1024, 2048)],
-    }
-    (name, roofline), *others = curves(rows, "roofline").items()
-    assert name == "roofline" and not others
-    assert roofline == [(n, pytest.approx(10.0)) for n in (512, 1024, 2048)]
-
-
 def test_report_writes_tables_and_pictures(benchmarks, results, tmp_path):
     pytest.importorskip("matplotlib")
     source = tmp_path / "results.json"
@@ -374,19 +360,6 @@ def test_the_forward_kernel_of_one_query(device, monkeypatch):
     assert kernels() == ["DecodePlan"]
 
 
-def test_pages_of_a_cache_are_what_it_holds(device):
-    """The provider `paged` computes what the one without pages does."""
-    from benchmarks import bench_decode
-
-    q, k, v = (
-        torch.randn(2, *shape, device=device) for shape in ((4, 1, 128), *[(2, 70, 128)] * 2)
-    )
-    lengths = torch.full((2,), 70, device=device, dtype=torch.int32)
-    attend, keys, values = bench_decode._paged(k, v, lengths)
-    want = bench_decode._attention("triton", lengths)(q, k, v)
-    torch.testing.assert_close(attend(q, keys, values), want)
-
-
 # ----------------------------------------------------------------------------------------- workers
 
 
@@ -482,19 +455,6 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
     for peer in ("torch", "cudnn", "flash", "efficient"):
         for part in ("attention", "lengths", "more-attention"):
             assert any(test.endswith(f"-{peer}]") for test in found[part]), (part, peer)
-
-
-def test_parts_for_a_gpu_have_patience_and_processes(benchmarks):
-    groups = benchmarks.gpu.run.on_gpu()
-    for part in benchmarks.gpu.run.chosen(
-        groups, "flex,more-flex,flex-decode,first-call,compiled-model"
-    ):
-        assert part.silence > 120, f"{part.name} compiles for long, and says nothing meanwhile"
-    (kernel_tests,) = groups["tests"]
-    commands = [part.command for part in kernel_tests.shards()]
-    assert len(commands) == 8 and not any("-n" in command for command in commands)
-    chosen = benchmarks.gpu.run.chosen(groups, "model,tests")
-    assert [part.name for part in chosen] == ["model", "kernel-tests"]
 
 
 def test_the_commands_of_the_documents_are_understood(benchmarks, tmp_path, monkeypatch):

@@ -134,16 +134,6 @@ def test_a_single_backend(capsys, tmp_path):
     assert [run["backend"] for run in result["runs"]] == ["reference"]
 
 
-def test_the_command_on_record_gives_the_same_runs(tmp_path):
-    written = tmp_path / "result.json"
-    copied("--backend", "reference", "--steps", "2", "--seed", "7", "--json", str(written))
-    first = json.loads(written.read_text())
-    words = first["environment"]["command"].split()
-    assert words[:2] == ["fastformer", "copy-task"]
-    assert main([*words[1:], "--json", str(written)]) == 0
-    assert json.loads(written.read_text())["runs"][0]["losses"] == first["runs"][0]["losses"]
-
-
 def test_without_triton_both_trains_the_reference_and_says_so(monkeypatch, capsys, refused):
     monkeypatch.setattr(backends, "_HAS_TRITON", False)
     assert copied("--steps", "1") == 0

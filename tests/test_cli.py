@@ -162,10 +162,6 @@ def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_p
         ("copy-task --threads 0", "threads is 0; expected 1 or more"),
         ("copy-task --backend cudnn", "argument --backend: invalid choice: 'cudnn'"),
         ("copy-task --device abacus", "argument --device: 'abacus' cannot be used on this machine"),
-        (
-            "copy-task --device cuda:99",
-            "argument --device: 'cuda:99' cannot be used on this machine",
-        ),
         ("copy-task --device meta", "argument --device: 'meta' cannot be used on this machine"),
         (
             "copy-task --json /nowhere/x.json",
@@ -177,13 +173,8 @@ def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_p
             "copy-task --plot curves.xyz",
             "argument --plot: curves.xyz ends in 'xyz'; expected one of",
         ),
-        (
-            "copy-task --plot /nowhere/x.png",
-            "argument --plot: '/nowhere/x.png' is in a folder that does",
-        ),
         ("copy-task --speed 3", "unrecognized arguments: --speed 3"),
         ("copy-task --dpi 0", "argument --dpi: dpi is 0; expected an int from 20 to 1200"),
-        ("copy-task --dpi many", "argument --dpi: dpi is many; expected an int from 20 to 1200"),
         ("copy-task --timeout 0", "timeout is 0.0; expected a positive number of seconds"),
         ("tune --minutes 0", "minutes is 0.0; expected a positive number"),
         ("tune --minutes nan", "minutes is nan; expected a positive number"),

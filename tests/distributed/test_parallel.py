@@ -72,12 +72,6 @@ def test_a_broken_rule_fails(tmp_path, request):
         assert sum("broken" in x for x in found) == len(SHARDING), errors
 
 
-@pytest.mark.with_slow
-def test_copy_task(tmp_path):
-    """The losses of each way are those of one process."""
-    run(tmp_path, 2, "copy_task")
-
-
 @pytest.mark.with_all
 def test_death_and_resumption(tmp_path):
     """A rank that dies ends the job, and the run goes on from its last checkpoint: of FSDP2 on two

@@ -39,13 +39,10 @@ def measured(*names, **known):
 # ---------------------------------------------------------------------------------- the candidates
 
 
-def test_the_fastest_is_chosen():
+def test_the_fastest_is_chosen_and_a_tie_keeps_what_is_shipped():
     entry, begun = measured("good", "slow", "better")
     assert entry == ("better", {"good": 50.0, "slow": 80.0, "better": 40.0}, {})
     assert begun == ["good", "slow", "better"] * (1 + tuning.ROUNDS)
-
-
-def test_a_tie_keeps_what_is_shipped():
     entry, _ = measured("good", "tie")
     assert entry.choice == "good"
     assert entry.dropped == {"tie": "it ties with good, which is kept"}

@@ -51,24 +51,17 @@ def layer(name):
 
 
 def imports(path):
-    """(module, at import time?) of each fastformer module that a file imports."""
+    """(name, at import time?) of each module, or name of a module, that a file imports."""
     tree = parsed(path)
-    inside = {
-        id(n)
-        for f in ast.walk(tree)
-        if isinstance(f, (ast.FunctionDef, ast.Lambda))
-        for n in ast.walk(f)
-    }
+    functions = (f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)))
+    inside = {id(node) for f in functions for node in ast.walk(f)}
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
             names = [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [f"{node.module}.{a.name}" for a in node.names] + [node.module]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "fastformer" and len(parts) > 1:
-                yield parts[1], id(node) not in inside
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        yield from ((name, id(node) not in inside) for name in names)
 
 
 def test_imports_go_one_way():
@@ -76,19 +69,11 @@ def test_imports_go_one_way():
         mine = path.relative_to(ROOT / "fastformer").parts[0].removesuffix(".py")
         if mine == "__init__":
             continue
-        for name, eager in imports(path):
+        ours = ((n.split(".")[1], e) for n, e in imports(path) if n.startswith("fastformer."))
+        for name, eager in ours:
             if name != mine and any(name in names for names in LAYERS):  # of another folder
                 assert layer(name) > layer(mine), f"{path} imports {name}"
                 assert not (name == "kernels" and eager), f"{path} imports kernels at once"
-
-
-def files_that_it_imports(path, stems):
-    """Of the files of fastformer, those whose modules or names another one imports."""
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ImportFrom) and node.level == 0:
-            for name in node.names:
-                whole = f"{node.module}.{name.name}"
-                yield from [stems[n] for n in (whole, node.module) if n in stems][:1]
 
 
 def test_imports_make_no_circle():
@@ -97,7 +82,11 @@ def test_imports_make_no_circle():
         f"fastformer.{name_of(f)}".replace("/", ".").removesuffix(".__init__"): f for f in FILES
     }
     del stems["fastformer"]
-    graph = {path: set(files_that_it_imports(path, stems)) - {path} for path in stems.values()}
+    graph = {path: set() for path in stems.values()}
+    for path, found in graph.items():
+        for name, _ in imports(path):
+            of_name = [stems[n] for n in (name, name.rpartition(".")[0]) if n in stems]
+            found |= {*of_name[:1]} - {path}
     assert sum(map(len, graph.values())) > len(graph)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
@@ -108,15 +97,10 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 def test_kernels_know_torch_and_triton_only():
     """And of fastformer the description of attention and the state of `batch_invariant`."""
     allowed = {"torch", "triton", "numpy", *sys.stdlib_module_names}
-    for path, node in ((f, node) for f in KERNELS for node in ast.walk(parsed(f))):
-        if isinstance(node, ast.Import):
-            roots = {a.name.split(".")[0] for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            if node.module in ("fastformer.description", "fastformer.batch_invariance"):
-                continue
-            roots = {node.module.split(".")[0]}
-        else:
-            continue
+    of_ours = "fastformer.description.", "fastformer.batch_invariance."
+    for path in KERNELS:
+        names = {name for name, _ in imports(path) if not name.startswith(of_ours)}
+        roots = {name.split(".")[0] for name in names}
         assert roots <= allowed, f"{path.name} imports {roots - allowed}"
 
 
@@ -126,12 +110,7 @@ def test_benchmarks_import_nothing_of_the_tests():
     """
     tests = {"tests", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
     for path in (ROOT / "benchmarks").rglob("*.py"):
-        found = set()
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Import):
-                found |= {a.name.split(".")[0] for a in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                found.add(node.module.split(".")[0])
+        found = {name.split(".")[0] for name, _ in imports(path)}
         allowed = {"mutants"} if path.stem.startswith("mutation") else set()
         assert found & tests <= allowed, path
 

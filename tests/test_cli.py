@@ -134,16 +134,6 @@ def test_a_single_backend(capsys, tmp_path):
     assert [run["backend"] for run in result["runs"]] == ["reference"]
 
 
-def test_the_command_on_record_gives_the_same_runs(tmp_path):
-    written = tmp_path / "result.json"
-    copied("--backend", "reference", "--steps", "2", "--seed", "7", "--json", str(written))
-    first = json.loads(written.read_text())
-    words = first["environment"]["command"].split()
-    assert words[:2] == ["fastformer", "copy-task"]
-    assert main([*words[1:], "--json", str(written)]) == 0
-    assert json.loads(written.read_text())["runs"][0]["losses"] == first["runs"][0]["losses"]
-
-
 def test_without_triton_both_trains_the_reference_and_says_so(monkeypatch, capsys, refused):
     monkeypatch.setattr(backends, "_HAS_TRITON", False)
     assert copied("--steps", "1") == 0
@@ -172,10 +162,6 @@ def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_p
         ("copy-task --threads 0", "threads is 0; expected 1 or more"),
         ("copy-task --backend cudnn", "argument --backend: invalid choice: 'cudnn'"),
         ("copy-task --device abacus", "argument --device: 'abacus' cannot be used on this machine"),
-        (
-            "copy-task --device cuda:99",
-            "argument --device: 'cuda:99' cannot be used on this machine",
-        ),
         ("copy-task --device meta", "argument --device: 'meta' cannot be used on this machine"),
         (
             "copy-task --json /nowhere/x.json",
@@ -187,13 +173,8 @@ def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_p
             "copy-task --plot curves.xyz",
             "argument --plot: curves.xyz ends in 'xyz'; expected one of",
         ),
-        (
-            "copy-task --plot /nowhere/x.png",
-            "argument --plot: '/nowhere/x.png' is in a folder that does",
-        ),
         ("copy-task --speed 3", "unrecognized arguments: --speed 3"),
         ("copy-task --dpi 0", "argument --dpi: dpi is 0; expected an int from 20 to 1200"),
-        ("copy-task --dpi many", "argument --dpi: dpi is many; expected an int from 20 to 1200"),
         ("copy-task --timeout 0", "timeout is 0.0; expected a positive number of seconds"),
         ("tune --minutes 0", "minutes is 0.0; expected a positive number"),
         ("tune --minutes nan", "minutes is nan; expected a positive number"),

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import eager, use_backend
-from fastformer.description import Attention
 
 
 @pytest.fixture(autouse=True)
@@ -444,33 +443,3 @@ def test_autocast(backend, device, dtype):
         assert ff.layer_norm(hidden, 8, b, b).dtype == dtype
     hidden.float().sum().backward()
     assert x.grad.dtype == w.grad.dtype == torch.float32
-
-
-def test_torch_func_grad(backend, device):
-    x = torch.randn(4, 8, device=device, requires_grad=True)
-    have = torch.func.grad(lambda x: ff.layer_norm(x, 8).pow(3).sum())(x.detach())
-    ff.layer_norm(x, 8).pow(3).sum().backward()
-    torch.testing.assert_close(have, x.grad)
-
-
-def test_schemas_name_the_public_arguments():
-    """One order of arguments: the public function, the reference and the registered op, which has
-    the fields of a description one by one.
-    """
-    import inspect
-
-    from fastformer.dispatch import backends
-
-    for op, record in backends.OPERATIONS.items():
-        backends._load(op)
-        public = list(inspect.signature(record.contract).parameters)
-        schema = [a.name for a in getattr(torch.ops.fastformer, op).default._schema.arguments]
-        schema = schema[:-1] if schema[-1] in ("needs", "ahead") else schema
-        inner = list(inspect.signature(record.reference).parameters)
-        if "attention" in inner:  # the description of attention
-            at = inner.index("attention")
-            inner[at : at + 1] = [n for n in Attention._fields if n in schema]
-            assert set(public) - {"enable_gqa"} <= set(schema)
-        else:
-            assert public == schema
-        assert inner == schema, op

@@ -3,7 +3,6 @@ it.
 """
 
 import inspect
-import threading
 from pathlib import Path
 
 import pytest
@@ -33,15 +32,6 @@ def test_use_backend_takes_effect_at_once_and_restores():
         with chosen:
             assert current_backend() == "reference"
         assert current_backend() == before
-
-
-def test_use_backend_is_per_thread():
-    seen = []
-    with use_backend("reference"):
-        thread = threading.Thread(target=lambda: seen.append(current_backend()))
-        thread.start()
-        thread.join()
-    assert seen == [backends._default]
 
 
 def test_backend_of_autograds_own_threads(fresh):
@@ -153,16 +143,6 @@ def test_bfloat16_in_the_unrepaired_interpreter_is_refused(fresh):
     repaired = "from fastformer.kernels import interpreter; interpreter.repair()"
     printed = fresh(code.format(repaired), TRITON_INTERPRET="1")
     assert "tensor([0., 0.], dtype=torch.bfloat16)" in printed
-
-
-def test_auto_on_a_cpu_is_the_reference(monkeypatch):
-    called = []
-    record = backends.OPERATIONS["layer_norm"]
-    counted = record._replace(reference=lambda **k: called.append(k) or k["input"])
-    monkeypatch.setitem(backends.OPERATIONS, "layer_norm", counted)
-    with use_backend("auto"):
-        ff.layer_norm(torch.ones(2).double(), 2)
-    assert len(called) == 1
 
 
 def test_explain(device):

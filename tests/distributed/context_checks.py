@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fastformer as ff
-from fastformer.training.copy_task import OneProcess, Settings, train
-from fastformer.training.parallel_copy_task import Parallel
+from fastformer.training.copy_task import OneProcess, train
 
 BATCH, HEADS, GROUPS = 2, 4, 4
 SEED = dict(dropout_p=0.3, dropout_seed=-11)
@@ -378,16 +377,6 @@ def share(model, mesh):
     """Share the parameters by FSDP2."""
     for one in (*layers(model), model):
         fully_shard(one, mesh=mesh)
-
-
-def context_copy_task(folder):
-    """The losses of sequences that are sharded, of 70 and 69 tokens, are those of one process."""
-    settings = Settings(
-        steps=20, batch=2, length=70, N=1, d_model=16, d_ff=32, h=4, dropout=0.4, warmup=20
-    )
-    alone = trained(settings)
-    agree(trained(settings, Parallel("context", settings)), alone)
-    assert alone.losses[-1] < alone.losses[0] - 0.1
 
 
 def trained(settings, way=None, backend="reference"):

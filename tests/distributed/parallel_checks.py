@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from context_checks import (  # noqa: F401
     agree,
     context,
-    context_copy_task,
     context_edges,
     context_model,
     context_no_keys,
@@ -52,7 +51,7 @@ import benchmarks.parallel_worker as measured
 import fastformer as ff
 from fastformer import numerics
 from fastformer.training.copy_task import Settings
-from fastformer.training.parallel_copy_task import METHODS, Parallel
+from fastformer.training.parallel_copy_task import Parallel
 
 
 def close(name, ours, whole, size=0.0):
@@ -138,18 +137,6 @@ def tensor_parallel(folder):
 
 def small(steps):
     return Settings(steps=steps, batch=4, length=6, N=1, d_model=16, d_ff=64, h=4, dropout=P)
-
-
-def copy_task(folder):
-    """The losses of the ways are those of one process, over 20 steps with dropout."""
-    for backend, steps in (("reference", 20), ("triton", 2)):
-        settings = small(steps)
-        alone = trained(settings, backend=backend)
-        assert len(alone.losses) == steps
-        for way in METHODS:
-            if way == "context" and backend == "triton":
-                continue  # it pads to 64 tokens; context_model interprets the kernels of shards
-            agree(trained(settings, Parallel(way, settings), backend), alone)
 
 
 def torch_transformer(folder):

@@ -24,8 +24,8 @@ def test_context_parallel_attention(tmp_path):
 @pytest.mark.with_all
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.with_slow), 4])
 def test_context_parallel_models(tmp_path, world):
-    """Losses and gradients of models whose sequences are sharded, and of the copy task."""
-    run(tmp_path, world, "context_model", "context_copy_task")
+    """Losses and gradients of models whose sequences are sharded."""
+    run(tmp_path, world, "context_model")
 
 
 def of_the_whole(inputs, described, grads):

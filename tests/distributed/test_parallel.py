@@ -72,12 +72,6 @@ def test_a_broken_rule_fails(tmp_path, request):
         assert sum("broken" in x for x in found) == len(SHARDING), errors
 
 
-@pytest.mark.with_slow
-def test_copy_task(tmp_path):
-    """The losses of each way are those of one process."""
-    run(tmp_path, 2, "copy_task")
-
-
 @pytest.mark.with_all
 def test_death_and_resumption(tmp_path):
     """A rank that dies ends the job, and the run goes on from its last checkpoint: of FSDP2 on two
@@ -123,30 +117,6 @@ def test_copy_task_under_torchrun(way):
     process = torchrun("-m", "fastformer", "copy-task", "--parallel", way, *sizes)
     assert process.returncode == 0, process.stderr[-4000:]
     assert process.stdout.count("Largest loss difference from one process over steps 1..20") == 1
-
-
-DIES = """
-from fastformer_command import main
-from fastformer.training.parallel_copy_task import Parallel
-
-def end_step(way, losses, before=Parallel.end_step):
-    before(way, losses)
-    if way.rank == 1 and len(losses) == 3:
-        raise OSError("no space is left for rank 1")
-
-Parallel.end_step = end_step
-raise SystemExit(main("copy-task --parallel fsdp --layers 1 --d-model 32 --d-ff 64".split()))
-"""
-
-
-@pytest.mark.with_slow
-def test_a_death_under_torchrun(tmp_path):
-    """torchrun ends the job within the time-out, with the error of the rank that failed first."""
-    (tmp_path / "dies.py").write_text(DIES)
-    process = torchrun(str(tmp_path / "dies.py"))
-    assert process.returncode == 1
-    report = process.stderr.partition("Root Cause")[2]
-    assert "no space is left for rank 1" in report, process.stderr[-4000:]
 
 
 @pytest.mark.parametrize(

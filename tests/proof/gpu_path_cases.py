@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 import fastformer as ff
@@ -94,29 +92,6 @@ def watched(call: Callable[..., Tensor], layout: str) -> Callable[..., Tensor]:
             return call(**given)
 
     return moved
-
-
-class Memory(NamedTuple):
-    X: Any
-    Y: Any
-
-
-class Sizes(NamedTuple):
-    n: Any
-    step: Any
-
-
-class Tile(NamedTuple):
-    block: Any
-
-
-@triton.jit
-def scaled(memory, sizes, factor, tile: tl.constexpr):
-    """y = factor x, a block for each program. A kernel to launch as it must not be."""
-    i = tl.program_id(0) * tile.block + tl.arange(0, tile.block)
-    o = i * sizes.step
-    x = tl.load(memory.X + o, mask=i < sizes.n)
-    tl.store(memory.Y + o, x * factor, mask=i < sizes.n)
 
 
 # ------------------------------------------------------------------------------------------ cases

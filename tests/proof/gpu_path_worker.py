@@ -37,7 +37,6 @@ import gpu_path_cases as cases
 import torch
 import triton
 import triton.language as tl
-from fastformer.kernels.launch import constants
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -354,55 +353,6 @@ class Worker:
         assert len(told) == self.gpu.launches - before, f"{len(told)} launches are told"
         with self.nothing_new():
             self.call(case, "dense", seed=3)
-
-    def wrong(self, what: str) -> None:
-        """A launch that is not as it was compiled: `report` has to say so."""
-        x, y = torch.arange(32.0), torch.full((32,), float("nan"))
-
-        def arguments(
-            x: Tensor = x, n: int = 32, step: int = 1, block: int = 32
-        ) -> tuple[Any, ...]:
-            """As a remembered launch has them: without names."""
-            return (x, y), (n, step), 2.5, (block,)
-
-        def compiled(block: int) -> Any:
-            memory, sizes, factor, _ = arguments()
-            named = cases.Memory(*memory), cases.Sizes(*sizes), factor, cases.Tile(block)
-            return cases.scaled[(1,)](*named[:-1], constants(named[-1]))
-
-        kernel = compiled(32)
-        assert torch.equal(y, 2.5 * x) and not self.launches.problems, "the right launch is wrong"
-        other = compiled(64)
-        warps, clusters, _ = kernel.packed_metadata
-        call = {
-            "grid": (1, 1, 1), "stream": self.gpu.stream, "function": kernel.function,
-            "packed": kernel.packed_metadata, "arguments": arguments(),
-        }  # fmt: skip
-        changed: dict[str, dict[str, Any]] = {
-            "nothing": {},
-            "unloaded": {},
-            "alignment": {"arguments": arguments(x=cases.shifted(x))},
-            "divisibility": {"arguments": arguments(n=31)},
-            "constant": {"arguments": arguments(block=64)},
-            "order": {"arguments": arguments(n=1, step=32)},
-            "dtype": {"arguments": arguments(x=x.half())},
-            "size": {"arguments": arguments(n=2**32 + 32)},
-            "stream": {"stream": self.gpu.stream + 1},
-            "function": {"function": other.function},
-            "shared memory": {"packed": (warps, clusters, 2**15)},
-            "grid": {"grid": (1, 2**16, 1)},
-            "no function": {"function": 16},
-            "out of bounds": {"grid": (2, 1, 1), "arguments": arguments(n=64)},
-        }
-        start = kernel.run
-        if what == "unloaded":
-            cases.scaled.device_caches.clear()
-            del kernel, other
-            gc.collect()
-        call |= changed[what]
-        hooks = None, None, None
-        start(*call["grid"], call["stream"], call["function"], call["packed"], *hooks,
-              *call["arguments"])  # fmt: skip
 
     def report(self, call: Callable[..., None], *arguments: Any) -> tuple[list[str], int]:
         """What was wrong, and how much was launched."""

@@ -339,19 +339,6 @@ def test_a_suite_measures_on_a_cpu(benchmarks, tmp_path):
         assert row["provider"] == "torch" or row["x_torch_in_turn"] > 0
 
 
-def test_pages_of_a_cache_are_what_it_holds(device):
-    """The provider `paged` computes what the one without pages does."""
-    from benchmarks import bench_decode
-
-    q, k, v = (
-        torch.randn(2, *shape, device=device) for shape in ((4, 1, 128), *[(2, 70, 128)] * 2)
-    )
-    lengths = torch.full((2,), 70, device=device, dtype=torch.int32)
-    attend, keys, values = bench_decode._paged(k, v, lengths)
-    want = bench_decode._attention("triton", lengths)(q, k, v)
-    torch.testing.assert_close(attend(q, keys, values), want)
-
-
 # ----------------------------------------------------------------------------------------- workers
 
 
@@ -428,19 +415,6 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
     for peer in ("torch", "cudnn", "flash", "efficient"):
         for part in ("attention", "lengths", "more-attention"):
             assert any(test.endswith(f"-{peer}]") for test in found[part]), (part, peer)
-
-
-def test_parts_for_a_gpu_have_patience_and_processes(benchmarks):
-    groups = benchmarks.gpu.run.on_gpu()
-    for part in benchmarks.gpu.run.chosen(
-        groups, "flex,more-flex,flex-decode,first-call,compiled-model"
-    ):
-        assert part.silence > 120, f"{part.name} compiles for long, and says nothing meanwhile"
-    (kernel_tests,) = groups["tests"]
-    commands = [part.command for part in kernel_tests.shards()]
-    assert len(commands) == 8 and not any("-n" in command for command in commands)
-    chosen = benchmarks.gpu.run.chosen(groups, "model,tests")
-    assert [part.name for part in chosen] == ["model", "kernel-tests"]
 
 
 def test_the_commands_of_the_documents_are_understood(benchmarks, tmp_path, monkeypatch):

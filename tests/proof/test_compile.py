@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import ROOT
-from benchmarks.proof import cases, compile_gate, cost, sass
+from benchmarks.proof import cases, compile_gate, cost
 
 TABLE = cases.Table.read()
 SAME_TRITON = TABLE.triton == compile_gate.metadata.version("triton")
@@ -83,14 +83,6 @@ def test_a_translation_is_of_what_is_launched(compiled):
     for fact, value in (("options", {}), ("blocks", dict(columns=1)), ("programs", 1)):
         other = {**part, "records": [{**part["records"][0], fact: value}, *part["records"][1:]]}
         assert cases.translation(other) != first
-
-
-def test_the_digest_of_gpu_ir():
-    """Of what it computes, whatever lines of whatever file it is from."""
-    ir = '#loc = loc("a.py":3:1)\n%0 = tt.load %1 : tensor<8xf32> loc(#loc12)\n'
-    moved = ir.replace("a.py", "b.py").replace("#loc12", "#loc7")
-    assert sass.digest(ir) == sass.digest(moved)
-    assert sass.digest(ir) != sass.digest(ir.replace("8x", "4x"))
 
 
 # Changes of a copy of the package: a file, old and new text. The last ones also name the cases that

@@ -312,14 +312,3 @@ def test_the_part_that_tunes(environment, tmp_path):
     ((name, found),) = machine["classes"]["layer_norm forward"].items()
     assert "bfloat16" in name and len(found["us"]) > 4
     assert all("ties" in reason for reason in found["dropped"].values())
-
-
-def test_no_test_hands_the_kernels_tensors_of_the_cpu(environment, request):
-    """--slow: of all that test_autograd.py and test_backends.py ask of the kernels."""
-    tests = ["tests/dispatch/test_backends.py::test_explain"]
-    tests += ["tests/dispatch/test_autograd.py::test_forward_mode[triton-layer_norm]"]
-    if request.config.getoption("slow"):
-        tests = ["tests/dispatch/test_autograd.py::test_forward_mode", *tests[:1]]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout

@@ -337,19 +337,6 @@ def test_explain_says_what_was_measured(file, us, reason):
         assert ff.explain(OP, *plain(), is_causal=True).reason == "it was chosen"
 
 
-def test_explain_of_a_model_says_it_too(file):
-    pytest.importorskip("triton")
-    x = torch.randn(4, 8)
-    case = class_of("layer_norm", input=x, normalized_shape=8, weight=x[0], bias=x[0])
-    us = {"triton": 10.0, "torch (layer_norm)": 15.0}
-    measurements.write(file, HERE, {case: Entry("triton", us, {})})
-    model = torch.nn.Sequential(torch.nn.LayerNorm(8))
-    ff.accelerate(model)
-    with use_backend("triton"), torch.no_grad():
-        said = ff.explain(model, torch.randn(4, 8))
-    assert [row[3] for row in said.rows] == ["measured: 1.50 x torch (layer_norm)"]
-
-
 def on_a_gpu(monkeypatch):
     """`auto` chooses for tensors of the CPU as it does for those of a GPU."""
     former = backends.choose_backend
@@ -398,29 +385,6 @@ def test_torchs_op_runs_where_it_was_the_fastest_with_our_backward(file, flash, 
     assert (ff.explain(OP, *inputs, is_causal=True).reason == "measured: 2.00 x the kernel") == (
         backends.current_backend() == "auto"
     )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(is_causal=False),
-        dict(is_causal=True, dropout_p=0.5, dropout_seed=1),
-        dict(is_causal=True, key_lengths=torch.tensor([7])),
-        dict(is_causal=True, window=(3, 0)),
-        dict(is_causal=True, bias=torch.zeros(40)),
-        dict(is_causal=True, attn_mask=torch.ones(40, dtype=torch.bool)),
-        dict(is_causal=True, softcap=30.0),
-        dict(is_causal=True, sinks=torch.zeros(2)),
-        dict(is_causal=True, alibi_slopes=torch.ones(2)),
-    ],
-    ids=lambda options: " ".join(options),
-)
-def test_other_calls_run_on_the_kernels(file, flash, options):
-    us = {"triton": 100.0, "torch (flash)": 50.0}
-    measurements.write(file, HERE, {key(): Entry("torch (flash)", us, {})})
-    with use_backend("auto"):
-        ff.scaled_dot_product_attention(*plain(), **options)
-    assert flash == []
 
 
 def test_an_unknown_op_of_torch_is_no_choice(file, flash):

@@ -94,6 +94,15 @@ def test_the_run_is_the_longest():
     assert ff.block_mask(dense).lists[0, :6].tolist() == [0, 1, 7, 8, 2, 6]
 
 
+def test_different_tiles_with_one_hash():
+    """The hash of a word 3 in the first place is that of a word 1 in the second."""
+    words = torch.zeros(3, mask_tiles.WORDS, dtype=torch.int32)
+    words[0, 0] = words[2, 0] = 3
+    words[1, 1] = 1
+    slots, tiles = mask_tiles._shared(words)
+    assert slots.tolist() == [2, 3, 2] and torch.equal(tiles[2:], words[:2])
+
+
 def test_slots_have_32_bits():
     slots = torch.tensor([[70_000, 33_000, 0, 1, 5, 2**31 - 1]], dtype=torch.int32)[None, None]
     mask = mask_tiles._listed((1, 1, 128, 64 * 6), slots, torch.zeros(2, 256, dtype=torch.int32))

@@ -222,6 +222,7 @@ def memory_of_nan():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("call", list(CALLS))
 def test_backward(against_oracle, memory_of_nan, call):
     """In float16 and bfloat16 by turns, and of memory [B, S, H, D]."""

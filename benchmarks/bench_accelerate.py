@@ -2,8 +2,10 @@
 
 The encoder is that of the base model: 6 layers, d=512, h=8, post-norm, dropout 0.1. The batch has
 padding. `torch` is the encoder before `accelerate`; at inference it runs on torch's fast path, with
-nested tensors. On a GPU `compile` is torch.compile of this encoder, and `accelerated and compiled`
-of the other. Before the timing both are compared, in evaluation, at the tokens that are no padding.
+nested tensors. On a GPU `compile` is torch.compile of this encoder, `reduce-overhead` the same with
+CUDA graphs of its own, and `accelerated and compiled` is torch.compile of the other. Before the
+timing both are compared, in evaluation, at the tokens that are no padding. `fastformer` is an
+encoder of that size from our own layers, whose weights are others.
 
 FLOPs: forward 2 for each weight and each token that is no padding, and attention between these
 tokens; backward twice that.
@@ -21,7 +23,9 @@ from benchmarks.peers import BACKENDS, GPU, available, backend_of, backend_taken
 D_MODEL, HEADS, D_FF, P = 512, 8, 2048, 0.1
 LAYERS = 6 if GPU else 2
 PEERS = available("torch", "compile")
-ACCELERATED = [*BACKENDS, *(["accelerated and compiled"] if GPU else [])]
+ACCELERATED = [*BACKENDS, *(["accelerated and compiled", "fastformer"] if GPU else [])]
+if "compile" in PEERS:
+    PEERS.append("reduce-overhead")
 
 
 def models():
@@ -33,6 +37,20 @@ def models():
     return before, after
 
 
+class Ours(nn.Module):
+    """Our own encoder, called as torch's."""
+
+    def __init__(self):
+        super().__init__()
+        attention = ff.MultiHeadedAttention(HEADS, D_MODEL, P)
+        feed_forward = ff.PositionwiseFeedForward(D_MODEL, D_FF, P)
+        self.encoder = ff.Encoder(ff.EncoderLayer(D_MODEL, attention, feed_forward, P), LAYERS)
+
+    def forward(self, x, src_key_padding_mask):
+        hidden = src_key_padding_mask
+        return self.encoder(x, None if hidden is None else ~hidden.unsqueeze(1))
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("provider", [*PEERS, *ACCELERATED])
 @pytest.mark.parametrize("padding", [0.0, 0.25])
@@ -40,7 +58,9 @@ def models():
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096] if GPU else [128])
 def test_encoder(measure, device, dtype, batch, length, task, padding, provider):
     before, after = (model.to(device, dtype) for model in models())
-    before.train(task == "training"), after.train(task == "training")
+    ours = Ours().to(device, dtype) if provider == "fastformer" else None
+    for model in filter(None, (before, after, ours)):
+        model.train(task == "training")
     x = torch.randn(batch, length, D_MODEL, device=device, dtype=dtype)
     lengths = torch.linspace(length * (1 - 2 * padding), length, batch, device=device).long()
     hidden = None
@@ -48,8 +68,10 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
         hidden = torch.arange(length, device=device) >= lengths[:, None]
     real = torch.ones_like(x[..., 0], dtype=torch.bool) if hidden is None else ~hidden
     grad = torch.randn_like(x) * real.unsqueeze(-1)
-    model = before if provider in PEERS else after
-    if "compile" in provider:
+    model = before if provider in PEERS else ours or after
+    if provider == "reduce-overhead":
+        model = torch.compile(model, mode="reduce-overhead")
+    elif "compile" in provider:
         model = torch.compile(model)
 
     with torch.no_grad(), backend_of(provider):
@@ -70,7 +92,8 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
     products = int((lengths**2).sum()) if padding else batch * length**2
     measure(
         call,
-        backend=backend_taken(provider, device),
+        backend=backend_taken("auto" if ours else provider, device),
+        uncaptured="it has CUDA graphs of its own" if provider == "reduce-overhead" else None,
         group=f"nn.TransformerEncoder S={length}, padding {padding:.0%}, {task}",
         flops=LAYERS * passes * (2 * weights * tokens + 4 * products * D_MODEL),
         padding=padding,

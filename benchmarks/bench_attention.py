@@ -1,12 +1,14 @@
 """scaled_dot_product_attention beside torch's own op and the tutorials' formula.
 
 The headline is `padding+dropout`, which training a standard Transformer needs, and the same with a
-learned bias, which no fused peer supports. `tgt_mask` is the mask of padding and causality that a
-decoder is trained with, given as a tensor [B, 1, S, S]; compare it with `causal`, and with
-FlexAttention, which is given the same as a function and builds its blocks in each call. `packed`
-runs without the padding, and so does flash-attn where there is padding: the time includes removing
-the padding and restoring it. In `global and window` a query sees the first S/128 keys, and S/16 on
-each side of itself: fastformer and FlexAttention are given a block mask that was built before.
+learned bias, which no fused peer supports. FlexAttention has no dropout: its rows beside dropout
+say so, and are no peer. `tgt_mask` is the mask of padding and causality that a decoder is trained
+with, given as a tensor [B, 1, S, S]; compare it with `causal`, and with FlexAttention, which is
+given the same as a function and builds its blocks in each call. `packed` runs without the padding,
+and so does flash-attn where there is padding: the time includes removing the padding and restoring
+it. In `causal grouped` four query heads share a head of the keys. In `global and window` a query
+sees the first S/128 keys, and S/16 on each side of itself: fastformer and FlexAttention are given a
+block mask that was built before.
 
 FLOPs: 4 B H Sq Sk D forward (two products), 2.5 times that backward (five products); half of it
 when causal, the pairs inside of a window or seen by a block mask; with padding only the valid keys,
@@ -35,6 +37,7 @@ class Case(NamedTuple):
     window: int = 0  # causal, with so many keys to the left
     tensor: bool = False  # whether the mask is one tensor with a row for each query
     holes: bool = False  # the first keys, and a window
+    group: int = 1  # query heads that share a head of the keys
     dims: tuple[int, ...] = (64,)
 
     def __str__(self):
@@ -53,6 +56,7 @@ CASES = [
     Case("global and window", holes=True),
 ]
 if GPU:
+    CASES.append(Case("causal grouped", causal=True, group=4, dims=(128,)))
     CASES.append(Case("causal as a tensor", causal=True, tensor=True))
     CASES.append(Case("global and window as a tensor", holes=True, tensor=True))
     CASES.append(Case("tgt_mask+dropout", causal=True, padded=True, dropout_p=0.1, tensor=True))
@@ -78,17 +82,17 @@ def test_attention(
         pytest.skip("flash-attn takes no bias and no mask")
     if provider == "flash-attn 3" and case.dropout_p:
         pytest.skip("flash-attn 3 has no dropout")
-    if provider == "flex":
-        if case.dropout_p:
-            pytest.skip("flex_attention has no dropout")
-        if not slow:
-            pytest.skip("flex_attention compiles for each shape: needs --slow")
+    if provider == "flex" and not slow:
+        pytest.skip("flex_attention compiles for each shape: needs --slow")
+    if provider == "tutorial" and case.group > 1:
+        pytest.skip("the tutorials' formula has no grouped heads")
+    groups = HEADS // case.group
     # [B, S, H, D] in memory, as a projection leaves it.
     q, k, v = (
-        torch.randn(batch, length, HEADS, dim, device=device, dtype=dtype)
+        torch.randn(batch, length, heads, dim, device=device, dtype=dtype)
         .transpose(1, 2)
         .requires_grad_()
-        for _ in range(3)
+        for heads in (HEADS, groups, groups)
     )
     lengths = torch.linspace(0, length, batch + 2, device=device)[1:-1].int()
     inputs = [q, k, v]
@@ -102,7 +106,8 @@ def test_attention(
     if case.causal and case.padded:  # the triangle of each sequence, and its valid keys below
         n = lengths.double()
         flops = 4 * HEADS * dim * float((n * length - n * n / 2).sum())
-    queries, keys = (2 * HEADS * dim * n * dtype.itemsize for n in (batch * length, valid))
+    queries = 2 * HEADS * dim * batch * length * dtype.itemsize
+    keys = 2 * groups * dim * valid * dtype.itemsize
     nbytes = queries + keys
     if mode == "forward+backward":
         flops, nbytes = 3.5 * flops, nbytes + 3 * queries + keys
@@ -116,6 +121,7 @@ def test_attention(
         head_dim=dim,
         valid_keys=valid,
         dropout_p=case.dropout_p,
+        **({"lacks": "dropout"} if provider == "flex" and case.dropout_p else {}),
     )
 
 
@@ -137,6 +143,7 @@ def _forward(provider, case, lengths, length):
         return _packed(p, lengths)
     if provider in ("reference", "triton"):
         options = {"key_lengths": lengths} if case.padded else {}
+        options["enable_gqa"] = case.group > 1
         if case.window:
             options["window"] = (case.window, None)
         if case.tensor:
@@ -166,7 +173,8 @@ def _forward(provider, case, lengths, length):
 
     def attend(q, k, v, bias=None):
         if bias is None:
-            return sdpa(provider, q, k, v, mask, p, causal and mask is None)
+            grouped = {"enable_gqa": True} if case.group > 1 else {}
+            return sdpa(provider, q, k, v, mask, p, causal and mask is None, **grouped)
         added = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         return sdpa(provider, q, k, v, added.expand(len(q), *bias.shape), p)
 
@@ -255,11 +263,12 @@ def _flex(case, lengths, length):
         return seen & (j < lengths[b]) if case.padded else seen
 
     def forward(q, k, v, bias=None):
+        options = {"enable_gqa": True} if case.group > 1 else {}
         if bias is not None:
-            return attend(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h, i, j])
-        if not (case.padded or case.causal):
-            return attend(q, k, v)
-        mask = build(visible, len(lengths), 1, length, length, device=q.device)  # for all heads
-        return attend(q, k, v, block_mask=mask)
+            options["score_mod"] = lambda s, b, h, i, j: s + bias[h, i, j]
+        if case.padded or case.causal:  # for all heads
+            mask = build(visible, len(lengths), 1, length, length, device=q.device)
+            options["block_mask"] = mask
+        return attend(q, k, v, **options)
 
     return forward

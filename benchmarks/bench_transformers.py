@@ -2,8 +2,10 @@
 
 `auto` and the other backends are "fastformer"; `torch` is "sdpa", `eager` is "eager", and
 `flash-attn`, on a GPU, is "flash_attention_2". They share one model and its weights, and differ in
-the attention and in the masks that transformers makes for it. Before the timing they are compared
-in evaluation, at the tokens that are no padding.
+the attention and in the masks that transformers makes for it. `compile`, on a GPU, is torch.compile
+of "sdpa", and `accelerate` is a copy after `accelerate(model)`, with our norms and feed-forward
+layers as well. Before the timing they are compared in evaluation, at the tokens that are no
+padding. The weights are float32; on a GPU the steps run under autocast to bfloat16.
 
 The batch of BERT has padding: the lengths are spread evenly from S/2 to S. That of GPT-2 has none,
 so that sdpa runs torch's causal kernel. Dropout is 0.1, the default of the models. A CPU runs one
@@ -13,6 +15,8 @@ FLOPs: forward 2 for each weight of the layers and token, backward twice that; a
 bench_attention.
 """
 
+import copy
+
 import pytest
 import torch
 
@@ -20,10 +24,11 @@ import fastformer as ff
 from benchmarks.peers import BACKENDS, GPU, available, backend_of, backend_taken, check_agreement
 
 NAMES = {"torch": "sdpa", "eager": "eager", "flash-attn": "flash_attention_2"}
-PEERS = available(*NAMES)
+PEERS = available(*NAMES, "compile")
 LENGTHS = [128, 256, 512, 1024] if GPU else [128, 512]
 SHORT = 128  # on a CPU the lengths end here, without --slow
-D_MODEL, HEADS, VOCAB, P = 768, 12, 1024, 0.1
+D_MODEL, HEADS, P = 768, 12, 0.1
+VOCAB = 30522 if GPU else 1024
 VALID = {"BERT-base": 0.75, "GPT-2": 1.0}  # the keys that are no padding
 
 
@@ -39,7 +44,7 @@ def _model(name, layers, length):
     return transformers.GPT2Model(config)
 
 
-@pytest.mark.parametrize("provider", [*PEERS, *BACKENDS])
+@pytest.mark.parametrize("provider", [*PEERS, *BACKENDS, "accelerate"])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", VALID)
 def test_step(measure, device, dtype, batch, name, length, provider, request):
@@ -47,8 +52,12 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
     if not GPU and not slow and length > SHORT:
         pytest.skip(f"S = {length} on a CPU: needs --slow")
     layers, batch = (12, batch) if GPU or slow else (1, 1)
-    model = _model(name, layers, length).to(device, dtype)
+    model = accelerated = compiled = _model(name, layers, length).to(device)
     ff.register_transformers()
+    if provider == "accelerate":
+        ff.accelerate(accelerated := copy.deepcopy(model))
+    elif provider == "compile":
+        compiled = torch.compile(model, dynamic=False)
     tokens = torch.randint(0, VOCAB, (batch, length), device=device)
     lengths = torch.full((batch,), length, device=device)
     given = {"input_ids": tokens}
@@ -56,22 +65,24 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
         lengths = torch.linspace(length / 2, length, batch + 1, device=device)[:-1].int()
         given["attention_mask"] = (torch.arange(length, device=device) < lengths[:, None]).long()
     kept = torch.arange(length, device=device) < lengths[:, None]
-    grad = torch.randn(batch, length, D_MODEL, device=device, dtype=dtype) * kept.unsqueeze(2)
+    grad = torch.randn(batch, length, D_MODEL, device=device) * kept.unsqueeze(2)
 
     def run(who):
-        model.set_attn_implementation(NAMES.get(who, "fastformer"))
-        with backend_of(who):
-            return model(**given).last_hidden_state
+        called = {"accelerate": accelerated, "compile": compiled}.get(who, model)
+        if called is model:
+            model.set_attn_implementation(NAMES.get(who, "fastformer"))
+        with backend_of(who), torch.autocast(device.type, dtype, enabled=GPU):
+            return called(**given).last_hidden_state
 
     def step(who):
-        model.zero_grad()
+        (accelerated if who == "accelerate" else model).zero_grad()
         run(who).backward(grad)
 
-    model.eval()
+    model.eval(), accelerated.eval()
     with torch.no_grad():
-        expected, actual = run("torch")[kept], run(provider)[kept]
-    check_agreement(provider, actual, expected)
-    model.train()
+        expected, actual = run("torch")[kept], run("torch" if provider == "compile" else provider)
+    check_agreement(provider, actual[kept], expected, 50 * torch.finfo(dtype).eps)
+    model.train(), accelerated.train()
 
     valid = int(lengths.sum())
     weights = layers * 12 * D_MODEL**2
@@ -79,7 +90,7 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
     measure(
         lambda: step(provider),
         group=f"{name}, {layers} layers, S={length}, a training step",
-        backend=backend_taken(provider, device),
+        backend=backend_taken("auto" if provider == "accelerate" else provider, device),
         flops=3 * 2 * weights * batch * length + 3.5 * 4 * layers * pairs * D_MODEL,
         batch=batch,
         valid_keys=valid,

@@ -2,6 +2,7 @@
 
     pytest --benchmark-only                            all of it; on a CPU lengths up to 512
     pytest --benchmark-only --slow                     larger sizes on a CPU, slow peers on a GPU
+    pytest --benchmark-only --brief                    fewer rounds: on a GPU in a third of the time
     pytest --benchmark-only -k "attention and padding" some of it
     pytest --benchmark-only --benchmark-json=out.json  the figures with all that describes them
     pytest benchmarks --benchmark-disable              calls everything once and times nothing
@@ -60,6 +61,12 @@ else:
 
 
 # ----------------------------------------------------------------------------------------- pytest
+
+
+def pytest_configure(config):
+    global SECONDS, REPLAY_SECONDS
+    if config.getoption("brief"):
+        SECONDS, REPLAY_SECONDS = SECONDS / 4, REPLAY_SECONDS / 4
 
 
 def pytest_collect_file(file_path, parent):
@@ -189,6 +196,7 @@ def measure(benchmark, device, request):
             that it took in another process.
         group: the name that the providers of the same work share; `torch`, if any, comes first.
         backend: the backend on which a provider ran that chooses one.
+        uncaptured: why the call must not be captured in a CUDA graph, if it must not.
         flops, nbytes: those of one call, by the formula in the benchmark. 0 omits the figure.
         dtype: the dtype of the call and of the roofline.
         facts: the sizes to record. `batch` and `length` of the test are recorded as well, and its
@@ -196,7 +204,8 @@ def measure(benchmark, device, request):
     """
 
     def run(
-        call=None, *, group, backend=None, flops=0, nbytes=0, dtype=DTYPE, samples=None, **facts,
+        call=None, *, group, backend=None, flops=0, nbytes=0, dtype=DTYPE, samples=None,
+        uncaptured=None, **facts,
     ):  # fmt: skip
         given = {**request.node.callspec.params, **request.node.funcargs, **facts}
         provider = given["provider"]
@@ -216,7 +225,7 @@ def measure(benchmark, device, request):
             against = _torch_of(group, provider, call)
             info["peak_mib"] = peak_bytes(call, device) / 2**20
             if device.type == "cuda":
-                samples = _device_samples(benchmark, info, call, against)
+                samples = _device_samples(benchmark, info, call, against, uncaptured)
             else:
                 samples = _samples(benchmark, call, against if provider in report.OURS else None)
         own = [pair[0] for pair in samples]
@@ -299,7 +308,7 @@ def _samples(benchmark, call, against):
     return list(zip(own, peer_times)) if peer_times else [(x,) for x in own]
 
 
-def _device_samples(benchmark, info, call, against):
+def _device_samples(benchmark, info, call, against, uncaptured):
     """Return the same, measured on the device. `info` receives the time of the host: host_ms to
     hand over a call, and wall_ms until the device has finished it.
     """
@@ -307,7 +316,7 @@ def _device_samples(benchmark, info, call, against):
     info["wall_ms"] = benchmark.stats.stats.median * 1e3
     info["host_ms"] = statistics.median(_host_seconds(call) for _ in range(ROUNDS)) * 1e3
     calls = [call] if against is None else [call, against]
-    samples, timers = _device_seconds(calls)
+    samples, timers = _device_seconds(calls, uncaptured)
     info["device_timer"] = timers[0]
     return samples
 
@@ -319,7 +328,7 @@ def _host_seconds(call):
     return time.perf_counter() - started
 
 
-def _device_seconds(calls):
+def _device_seconds(calls, uncaptured=None):
     """Return the seconds of each call on the device, by round, and how each was measured.
 
     The calls are run in turn, each after the L2 cache was overwritten. A call runs as the replay of
@@ -328,7 +337,7 @@ def _device_seconds(calls):
     the result, and the process ends with the test.
     """
     global _lost
-    obstacles = list(map(_obstacle, calls))
+    obstacles = [uncaptured or _obstacle(calls[0]), *map(_obstacle, calls[1:])]
     samples = _rounds(calls, LEAST_REPLAYS)
     replays, timers = [], []
     for call, obstacle in zip(calls, obstacles):
@@ -433,6 +442,7 @@ def _facts(device, threads):
     if device.type == "cuda":
         query = "--query-gpu=clocks.sm,clocks.mem,power.limit"
         facts["clocks"] = _output("nvidia-smi", query, "--format=csv,noheader")
+        facts["architecture"] = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return facts
 
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import ROOT, folder
 from benchmarks import table as markdown_table
@@ -27,8 +27,10 @@ from benchmarks.gpu import journal
 
 RESULTS = ROOT / "benchmarks" / "results"
 
-# This package, and what is no peer. `usual` is the peer of `batch_invariant`.
-OURS = ("auto", "reference", "triton", "packed", "paged", "read", "batch_invariant")
+# This package, and what is no peer. `usual` is the peer of `batch_invariant`, and `shipped` that of
+# `gluon`.
+OURS = ("auto", "reference", "triton", "packed", "paged", "read", "batch_invariant", "gluon")
+OURS += ("fastformer", "accelerate", "accelerated and compiled")
 CAPTURED = "CUDA graph"  # how a time on a GPU is taken, where it can be
 COLUMNS = ("ms", "TFLOP/s", "GB/s", "tokens/s", "MiB", "x torch", "x best", "roofline")
 LEGEND = [
@@ -50,6 +52,7 @@ HEADLINES = [
     r"feed_forward 512->2048 ",
     r"linear_cross_entropy ",
     r"nn.TransformerEncoder ",
+    r"BERT-base",
     r"Transformer ",
 ]
 START, END = "<!-- figures: python -m benchmarks.report --evidence -->", "<!-- end of figures -->"
@@ -125,13 +128,13 @@ def _journal(path: Path) -> Row:
 def table(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
     """Yield (provider, cells of COLUMNS) of each row; a ratio of 2 is twice as fast."""
     times = {row["provider"]: row["ms"] for row in rows}
-    peers = [ms for name, ms in times.items() if name not in OURS]
-    if len(peers) == len(times):  # no row is of this package
-        peers = []
+    peers = [row["ms"] for row in rivals(rows)]
     for row in rows:
         name, ms = row["provider"], row["ms"]
         if row["backend"] != name:
             name += f" ({row['backend']})"
+        if row.get("lacks"):
+            name += f" (no {row['lacks']})"
         if row.get("device_timer", CAPTURED) != CAPTURED:
             name += ", by events"
         to_torch = times["torch"] / ms if "torch" in times else None
@@ -148,6 +151,12 @@ def table(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
         yield name, [_cell(cell) for cell in cells]
 
 
+def rivals(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of peers that do the same work; none if no row is of this package."""
+    found = [row for row in rows if row["provider"] not in OURS and not row.get("lacks")]
+    return found if any(row["provider"] in OURS for row in rows) else []
+
+
 def text(results: Results, ours: bool = False) -> list[str]:
     """Return the table for a terminal, and what is to be said about it; with `ours` without the
     rows of peers on a GPU.
@@ -162,6 +171,76 @@ def text(results: Results, ours: bool = False) -> list[str]:
     lines += [f"roofline in {roofline}" for roofline in rooflines(results.rows)]
     lines += [f"absent: {name} ({why})" for name, why in sorted(results.absent.items())]
     return lines + [f"FAILED {test}: {why.splitlines()[0]}" for test, why in results.failed.items()]
+
+
+class Compared(NamedTuple):
+    """Our time beside that of the best peer: how many times as fast, at a length."""
+
+    length: str
+    ratio: float
+    peer: str
+    of_roof: float | None
+
+    def __str__(self) -> str:
+        roof = "" if self.of_roof is None else f" {self.of_roof:.0%}"
+        return f"{self.length}{self.ratio:.2f} {self.peer}{roof}"
+
+
+STEPS = r"nn.TransformerEncoder|BERT|GPT"  # whole models, which also run without CUDA graphs
+SUMMARY_LINES = 60
+
+
+def compared(results: Results) -> dict[str, list[Compared]]:
+    """Return for each piece of work of ours the comparisons with the best peer, by length."""
+    found: dict[str, list[Compared]] = {}
+    for group, rows in results.groups().items():
+        length = re.search(r"S=\d+", group)
+        for row in rows:
+            if row["provider"] not in OURS or row["provider"] == "reference":
+                continue
+            clocks = {"": "ms"}
+            if re.match(STEPS, group):
+                clocks = {", in a CUDA graph": "ms", ", without one": "wall_ms"}
+            of_one = len({one["provider"] for one in rows if one["provider"] in OURS}) == 1
+            name = re.sub(r",? S=\d+", "", group) + ("" if of_one else f", {row['provider']}")
+            for clock, field_name in clocks.items():
+                peers = [one for one in rivals(rows) if field_name in one]
+                if peers and field_name in row:
+                    best = min(peers, key=lambda one: one[field_name])
+                    ratio = best[field_name] / row[field_name]
+                    roof = row.get("of_roof") if field_name == "ms" else None
+                    given = length[0] + " " if length else "", ratio, best["provider"], roof
+                    found.setdefault(name + clock, []).append(Compared(*given))
+    return found
+
+
+def summary(results: Results) -> list[str]:
+    """Return at most SUMMARY_LINES lines: ours beside the best peer, the ceilings, the failures."""
+    lines = [*dict.fromkeys(map(machine, results.rows))]
+    lines += [f"ceilings in {roofline}" for roofline in rooflines(results.rows)]
+    lines += ["the best peer's time divided by ours, the peer, and our share of the ceiling:"]
+    lines += [f"{name:58s} " + "   ".join(map(str, x)) for name, x in compared(results).items()]
+    lines += gluon_verdicts(results)
+    failed = [f"FAILED {test}: {why.splitlines()[0]}" for test, why in results.failed.items()]
+    if len(failed) > (room := max(3, SUMMARY_LINES - 1 - len(lines))):
+        failed[room - 1 :] = [f"FAILED: {len(failed) - room + 1} more, in results.json"]
+    return (lines + failed)[-SUMMARY_LINES:]
+
+
+LEAST_GAIN = 1.15  # of a kernel in Gluon over the shipped one, at 1024 or 4096 tokens: else it goes
+
+
+def gluon_verdicts(results: Results) -> list[str]:
+    """Return what a run decides about each kernel in Gluon, by the rule of docs/first_run.md."""
+    best: dict[str, float] = {}
+    for name, found in compared(results).items():
+        if name.startswith("Gluon "):
+            kernel = " ".join(name.split()[:2])
+            best[kernel] = max(best.get(kernel, 0.0), *(one.ratio for one in found))
+    return [
+        f"{kernel}: at best {ratio:.2f} x shipped: it {'stays' if ratio >= LEAST_GAIN else 'goes'}"
+        for kernel, ratio in best.items()
+    ]
 
 
 def _cell(value: float | None) -> str:

@@ -6,7 +6,8 @@ run keeps its outcomes, and the next run continues there.
 It writes one JSON line for each event: the start of a test, then its outcome and the figures of a
 benchmark. A test that has already started in FILE is deselected: if the same command runs again
 after a crash, it continues with the test after the one that crashed. Processes that share the tests
-take a shard each.
+take a shard each, or are those of pytest-xdist. Without a FILE the tests are chosen, and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def begun(events: Iterable[dict[str, Any]]) -> set[str]:
 
 
 class Journal:
-    def __init__(self, path: Path, matching: str, shard: tuple[int, int]) -> None:
-        self.done = begun(read(path))
+    def __init__(self, path: Path | None, matching: str, shard: tuple[int, int]) -> None:
+        self.done = begun(read(path)) if path else set()
         self.matching, self.shard = re.compile(matching), shard
-        self.file = path.open("a")
+        self.file = path.open("a") if path else None
 
     def wants(self, test: str) -> bool:
         part, parts = self.shard
@@ -55,7 +56,8 @@ class Journal:
         return mine and test not in self.done and self.matching.search(test) is not None
 
     def write(self, **event: Any) -> None:
-        print(json.dumps(event), file=self.file, flush=True)
+        if self.file:
+            print(json.dumps(event), file=self.file, flush=True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
@@ -101,8 +103,9 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    path = config.getoption("journal")
-    if path is not None:
+    path, matching = config.getoption("journal"), config.getoption("matching")
+    starts_others = getattr(config.option, "numprocesses", None)
+    if (path or matching) and not starts_others:
         part, parts = map(int, config.getoption("shard").split("/"))
-        journal = Journal(path, config.getoption("matching"), (part, parts))
+        journal = Journal(path, matching, (part, parts))
         config.pluginmanager.register(journal, "the-journal")

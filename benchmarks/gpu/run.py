@@ -1,27 +1,28 @@
-"""Runs everything that matters on a GPU, in minutes: correctness first, then the most important
-figures.
+"""Runs what matters on a GPU, in minutes: correctness first, then the most important figures.
 
-    python -m benchmarks.gpu --out FOLDER --only first           nine minutes: what matters most
+    python -m benchmarks.gpu --out FOLDER --headline             six minutes: what matters most
     python -m benchmarks.gpu --out FOLDER --only tune            what is fastest on this GPU
     python -m benchmarks.gpu --out FOLDER --only tests           the tests of the kernels
     python -m benchmarks.gpu --out FOLDER --only rest            everything else
-    python -m benchmarks.gpu --prepare KERNELS                   compiles beforehand, without a GPU
+    python -m benchmarks.gpu --prepare KERNELS --only tests      compiles beforehand, without a GPU
     python -m benchmarks.gpu --out FOLDER --kernels KERNELS      uses these compiled kernels
 
-Each part is a process of its own with a time limit. If one crashes, hangs or loses the GPU, only
-the test that was running is lost, and the next parts run. FOLDER holds a log and a journal (a JSON
-line for each test) of each part, and results.json and report.md, which are made of the journals
-after each part. The same command resumes a run that was interrupted. The exit status is 1 if a part
-or a test failed.
+Each part has a time limit, and consists of one process or several. If one crashes, hangs or loses
+the GPU, only the test that was running is lost, and the others go on. FOLDER holds results.json and
+report.md, which are written every few seconds, and in `parts` a log and a journal of each process
+(a JSON line for each event of a test). The same command resumes a run that was interrupted. The
+exit status is 1 if a part or a test failed.
 
-KERNELS is a folder with Triton's cache. --prepare runs the same parts over benchmarks/gpu/stand_in,
-which launches nothing. The cache fits one version of Triton, one version of Python and one
+The headline compiles its kernels first, in as many processes as there are cores, over
+benchmarks/gpu/stand_in, which launches nothing; --prepare does the same for any parts. KERNELS is a
+folder with Triton's cache. It fits one version of Triton, one version of Python and one
 architecture; Triton compiles anew what it does not find.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -30,9 +31,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -44,10 +45,13 @@ from benchmarks.gpu.stand_in import device
 from benchmarks.proof import versions
 
 LEAST_SECONDS = 5.0  # a part is not started with less
-POLL_SECONDS = 0.2
+POLL_SECONDS, SAVE_SECONDS = 0.2, 5.0
 ENDED = ("done", "failed (1)")  # is not started again
-FINE = ("done", "no time", "no more time")  # the last two: the time of the run was up
-STATUS = "parts.json"
+FINE = "done", "left out", "no time", "no more time"  # the last two: of the run
+RESULTS = "results.json"
+KERNELS = ROOT / ".cache" / "gpu-kernels"
+BINARY_ONLY = {"TRITON_STORE_BINARY_ONLY": "1"}  # a fifth of the bytes, and all that is read
+CORES = os.cpu_count() or 1
 
 Variables = Mapping[str, str]  # environment variables
 NONE: Variables = MappingProxyType({})
@@ -58,7 +62,9 @@ class Part:
     """A command with its time limit, and how long it may go without a sign of life.
 
     FOLDER in a word of the command is replaced by the folder of the run. A part with a journal runs
-    again after a crash, and continues after the test that crashed. `processes` share its tests.
+    again after a crash, and continues after the test that crashed. A part may consist of other
+    `parts`, which run at once or `in_turn`, each within its own limit, in the limit of all.
+    `stand_in`: whether it runs over the stand-in, to compile kernels.
     """
 
     name: str
@@ -66,21 +72,17 @@ class Part:
     seconds: float
     silence: float = 60.0
     journal: bool = False
-    processes: int = 1
+    parts: tuple[Part, ...] = ()
+    in_turn: bool = False
+    stand_in: bool = False
 
-    def shards(self) -> list[Part]:
-        """Return a part for each process, with its share of the tests, a journal and a log."""
-        if self.processes == 1:
-            return [self]
-        return [
-            replace(
-                self,
-                name=f"{self.name}-{i}",
-                command=[*self.command, "--shard", f"{i}/{self.processes}"],
-                processes=1,
-            )
-            for i in range(self.processes)
+    def split(self, options: Mapping[str, Sequence[str]], **more: Any) -> Part:
+        """Return a part of parts that have this command with further options, by name."""
+        parts = [
+            replace(self, name=f"{self.name} {name}", command=[*self.command, *words])
+            for name, words in options.items()
         ]
+        return replace(self, parts=tuple(parts), **more)
 
 
 def tests(
@@ -103,47 +105,131 @@ def having(*parameters: str) -> str:
     return "".join(rf"(?=.*[\[-]({one})[-\]])" for one in parameters)
 
 
+def compiling(
+    parts: Iterable[Part], processes: int, *options: str, only: str = ".*", **more: Any
+) -> Part:
+    """Return a part that makes each call of the parts with a journal once, and times nothing.
+
+    only: a regex of a parameter, in brackets in the ids of the tests.
+    """
+    tested = list(_tested(parts))
+    command = [sys.executable, "-m", "pytest", "--gpu", "--all", "-v"]
+    command += ["-p", "benchmarks.gpu.journal", "-p", "no:cacheprovider", "--benchmark-disable"]
+    command += ["-n", str(processes), "--dist", "worksteal", *options]
+    command += ["--matching", f"(?=.*[[-]({only})[]-])({_union(tested)})"]
+    command += dict.fromkeys(path for part in tested for path in _paths(part))
+    return Part("prepare", command, **more)
+
+
+def _tested(parts: Iterable[Part]) -> Iterator[Part]:
+    for part in parts:
+        if not part.journal:
+            yield from _tested(part.parts)
+        elif not part.stand_in:
+            yield part
+
+
+def _paths(part: Part) -> list[str]:
+    return [word for word in part.command if word.startswith(("tests", "benchmarks/"))]
+
+
+def _union(parts: Iterable[Part]) -> str:
+    """Return a regex for the ids of the tests of all these parts."""
+    found = []
+    for part in parts:
+        matching = part.command[part.command.index("--matching") + 1]
+        found.append(f"(?=^({'|'.join(_paths(part))}))(?=.*({matching}))")
+    return "|".join(found)
+
+
 COMMAND = [sys.executable, "-m", "fastformer"]
 PEERS = r"torch|cudnn|flash|efficient|compile|liger|quack|flash-attn( 3)?|triton|packed|torch fused"
-CASES = r"plain-d\d+|causal-d\d+|padding\+dropout-d64"
 EPOCH = "torch|auto|cuda_graph"
 ON_CACHES = r"torch|cudnn|flash|efficient|flash-attn( 3)?|triton|paged|read"
-MORE_CASES = r"padding-d64|bias-d64|padding\+dropout\+bias-d64|window-d64"
+MORE_CASES = r"padding-d64|bias-d64|window-d64"
 FLEX_CASES = "plain-d64|causal-d64|padding-d64"
-SMALL = r"attention\[.*-(16|32)\]"  # dimensions of a head
+COMPILED = "flex|compile|reduce-overhead"  # providers that torch.compile makes
+
+# Of tests/ops/test_sizes.py: each of them is a process, and an illegal access ends only that one.
+# Small heads are a family because of triton#10573.
+ALL_OPTIONS = r"attention\[mask.*-(64|128|256)-"
+FAMILIES = {
+    "small heads": r"attention\[.*-(16|32)-",
+    **{dtype: f"{ALL_OPTIONS}{dtype}" for dtype in ("float32", "float16", "bfloat16")},
+    "options": r"attention\[(?!mask).*-(64|128|256)-",
+    "caches": "packed|decoding",
+    "norms": r"norms\[|rotary",
+    "layers": r"feed_forward\[|gated|embed\[",
+    "losses": r"losses\[",
+}
 
 
-def on_gpu() -> dict[str, list[Part]]:
-    """Return the parts by group, the most important first. A group fits into ten minutes."""
-    losses = having("32768", "linear_(cross_entropy|kl_div)", PEERS)
-    norms = having("512|4096", "(dropout_add_)?layer_norm", PEERS)
-    copy_task = ["copy-task", "--json", "FOLDER/copy_task.json"]
-    compiles = dict(silence=150.0)
-    first = [
-        Part("machine", [*COMMAND, "info"], 40),
-        tests("small-heads", 60, "tests/ops/test_sizes.py", SMALL, "--all"),
-        tests("correctness", 130, "tests/ops/test_sizes.py", f"^(?!.*{SMALL})", "--all"),
-        figures("attention", 90, "attention", having("4096", CASES, PEERS)),
-        figures("epoch", 80, "transformer", "epoch.*" + having("128|256|512", EPOCH)),
-        figures(
-            "flex", 60, "attention", having("4096", "(plain|causal)-d128", "flex"), "--slow",
-            **compiles,
+def headline(processes: int) -> list[Part]:
+    """Return the parts of six minutes, in the order of their importance."""
+    trained = r"padding\+dropout(\+bias)?-d64"
+    lengths = "128|256|512|1024|4096"
+    rivals = "torch|cudnn|efficient|tutorial|triton"
+    grouped = r"(plain|causal)-d\d+|causal grouped-d128"
+    steps = having("training", "128|256|512", r"0\.25")
+    sizes = tests("correctness", 60, "tests/ops/test_sizes.py", "", "--all", silence=25.0)
+    correctness = sizes.split({name: ["--matching", one] for name, one in FAMILIES.items()})
+    attention = having(r"forward\+backward", trained, lengths)
+    rows = "widths.*" + having("512", "(dropout_add_)?layer_norm", PEERS)
+    losses = "linear.*" + having("32768", "linear_cross_entropy", PEERS)
+    gluon = figures("gluon", 40, "gluon", "", "--brief", silence=25.0)
+    kernels = {name: ["--matching", having(name)] for name in ("forward", "dkdv", "dq")}
+    brief = functools.partial(figures, silence=25.0)
+    measured = [
+        brief("attention", 40, "attention", attention + having(rivals), "--brief"),
+        brief(
+            "long", 40, "attention",
+            having("1024|4096|16384", grouped, "cudnn|flash|triton"), "--brief",
         ),
-        figures("lengths", 90, "attention", having("1024|16384", CASES, PEERS)),
+        brief(
+            "encoder", 30, "accelerate host_cost",
+            f"public_call|{steps}{having('torch|auto|fastformer')}", "--brief",
+        ),
+        figures(
+            "compiled", 35, "accelerate attention",
+            f"{steps}{having('compile|reduce-overhead')}|{attention}{having('flex')}",
+            "--brief", "--slow",
+        ),
+        figures(
+            "bert", 30, "transformers",
+            having("BERT-base", "128|512", "torch|compile|accelerate"), "--brief",
+        ),
+        brief("rows", 25, "layer_norm cross_entropy", f"{rows}|{losses}", "--brief"),
+        gluon.split(kernels, in_turn=True, seconds=55),
+    ]  # fmt: skip
+    every = [correctness, *measured]
+    prepare = compiling(every, processes, seconds=45, journal=True, stand_in=True)
+    checks = Part("checks", (), 105, parts=(prepare, correctness), in_turn=True)
+    # torch.compile takes up to a minute for a model, and finds it in its caches the next time.
+    compiled = compiling(measured, min(8, processes), "--slow", only=COMPILED, seconds=100)
+    first = Part("first", (), 105, parts=(checks, replace(compiled, name="peers")))
+    return [first, *measured]
+
+
+def on_gpu(processes: int = CORES) -> dict[str, list[Part]]:
+    """Return the parts by group, the most important first. A group fits into ten minutes, and
+    `headline` into six. processes: how many compile.
+    """
+    compiles = dict(silence=150.0)
+    copy_task = ["copy-task", "--json", "FOLDER/copy_task.json"]
+    rest = [
+        figures("epoch", 80, "transformer", "epoch.*" + having("128|256|512", EPOCH)),
         figures("decode", 60, "decode", having("256MB|4096MB", "B1|B64", "4heads", ON_CACHES)),
-        figures("loss", 60, "cross_entropy", losses),
-        figures("norms", 110, "layer_norm", "widths.*" + norms),
         figures(
             "model", 60, "transformer", "^(?!.*epoch)" + having("512|2048", "torch|auto")
         ),
-    ]  # fmt: skip
-    rest = [
         figures(
             "feed-forward", 80, "feed_forward", having("256|8192", "512-2048|1024-4096", PEERS)
         ),
-        figures("drop-in", 60, "accelerate transformers", having("512", r"torch|auto")),
+        figures("wide-norms", 60, "layer_norm", "widths.*" + having("4096", ".*layer_norm", PEERS)),
+        figures("divergence", 30, "cross_entropy", having("32768", "linear_kl_div", PEERS)),
+        figures("drop-in", 60, "transformers", having("GPT-2", "512", "torch|auto")),
         Part("copy-task", [*COMMAND, *copy_task], 60),
-        figures("first-call", 120, "first_call host_cost", **compiles),
+        figures("first-call", 120, "first_call host_cost", "^(?!.*public_call)", **compiles),
         figures("more-attention", 90, "attention", having("512|4096", MORE_CASES, PEERS)),
         figures(
             "more-flex", 90, "attention", having("4096", FLEX_CASES, "flex"), "--slow", **compiles
@@ -168,13 +254,14 @@ def on_gpu() -> dict[str, list[Part]]:
     gluon = [*COMMAND, "tune", "--minutes", "4", "--out", "FOLDER/gluon.json"]
     gluon += ["--only", attention, "--candidates", "@|torch"]
     tune = [*COMMAND, "tune", "--minutes", "5", "--out", "FOLDER/tuning.json"]
+    shards = {str(i): ["--shard", f"{i}/8"] for i in range(8)}
     return {
-        "first": first,
+        "headline": headline(processes),
         "tune": [  # a candidate may be silent for 180 s
-            Part("gluon", gluon, 260, silence=200.0),  # these may hang, and no GPU has run them
+            Part("tune-gluon", gluon, 260, silence=200.0),  # may hang, and no GPU has run them
             Part("tune", tune, 330, silence=200.0),
         ],
-        "tests": [tests("kernel-tests", 560, "tests", processes=8)],
+        "tests": [tests("kernel-tests", 560, "tests").split(shards)],
         "rest": rest,
     }
 
@@ -193,68 +280,85 @@ def chosen(groups: dict[str, list[Part]], only: str | None) -> list[Part]:
 
 class Run:
     """A run with its results in the folder `out`, which goes on with what it finds there. Its
-    processes inherit the environment variables of this one, and `environment`.
+    processes inherit the environment variables of this one, and `environment`. Those over the
+    stand-in look for packages in the folder `packages` first.
     """
 
-    def __init__(self, out: Path, environment: Variables = NONE) -> None:
-        self.out = out
+    def __init__(
+        self, out: Path, environment: Variables = NONE, packages: Path | None = None
+    ) -> None:
+        self.out, self.journals, self.packages = out, out / "parts", packages
+        self.journals.mkdir(exist_ok=True)
         # pytest-benchmark measures nothing in a process that inherits the variables of xdist.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
         self.environment = {**inherited, **environment, "PYTHONUNBUFFERED": "1"}
         # {part, status, seconds} by name.
         self.done: dict[str, dict[str, Any]] = {}
-        if (out / STATUS).exists():
-            self.done = {one["part"]: one for one in json.loads((out / STATUS).read_text())}
+        self.saved, self.one_writer = time.monotonic(), threading.Lock()
+        if (out / RESULTS).exists():
+            parts = json.loads((out / RESULTS).read_text())["parts"]
+            self.done = {one["part"]: one for one in parts}
         for one in self.done.values():
             if one["status"] == "running":  # when the previous run was killed
                 one["status"] = "cut"
-                for path in out.glob(f"{one['part']}*.jsonl"):
-                    _forget_the_last(path)
+                self.forget_the_last(one["part"])
 
     def go(self, parts: Sequence[Part], seconds: float) -> None:
         """Run the unfinished parts in turn, until the time is up."""
         deadline = time.monotonic() + seconds
         for part in parts:
-            left, started = deadline - time.monotonic(), time.monotonic()
-            one = self.done.setdefault(part.name, dict(part=part.name, status="no time", seconds=0))
-            if one["status"] in ENDED or left < LEAST_SECONDS:
-                print(f"{part.name:16} {one['status']:24}", flush=True)
-                continue
-            before, one["status"], status = one["seconds"], "running", "cut"
-            shards = part.shards()
-            self.save()
-            try:
-                status = self.run(shards, min(part.seconds, left))
-                if status == "out of time" and left < part.seconds:
-                    status = "no more time"
-            finally:
-                if status in ("cut", "no more time"):
-                    for shard in shards:
-                        _forget_the_last(self.out / f"{shard.name}.jsonl")
-                took = time.monotonic() - started
-                one.update(status=status, seconds=round(before + took, 1))
-                self.save()
-            print(f"{part.name:16} {status:24} {took:6.1f} s", flush=True)
+            self.run(part, deadline, threading.Event())
 
-    def run(self, shards: Sequence[Part], seconds: float) -> str:
-        """Return done, failed, or why the part was interrupted: the worst of its processes."""
-        end, stop = time.monotonic() + seconds, threading.Event()
-        with ThreadPoolExecutor(len(shards)) as pool:
+    def run(self, part: Part, deadline: float, stop: threading.Event) -> str:
+        """Run a part that is not finished, and return its status."""
+        left, started = deadline - time.monotonic(), time.monotonic()
+        one = self.done.setdefault(part.name, dict(part=part.name, status="no time", seconds=0))
+        if one["status"] in ENDED or left < LEAST_SECONDS:
+            print(f"{part.name:24} {one['status']}", flush=True)
+            return str(one["status"])
+        if part.stand_in and (reason := stand_in.obstacle()):
+            one["status"] = f"left out: {reason}"
+            return str(one["status"])
+        before, one["status"], status = one["seconds"], "running", "cut"
+        self.save()
+        end = started + min(part.seconds, left)
+        try:
+            status = self.run_all(part, end, stop) if part.parts else self.follow(part, end, stop)
+            if status == "out of time" and left < part.seconds:
+                status = "no more time"
+        finally:
+            if status in ("cut", "no more time"):
+                self.forget_the_last(part.name)
+            took = time.monotonic() - started
+            one.update(status=status, seconds=round(before + took, 1))
+            if part.stand_in:
+                one["kernels"] = device.kernels(self.driver)
+            self.save()
+        count = f", {one['kernels']} kernels" if "kernels" in one else ""
+        print(f"{part.name:24} {status:24} {took:6.1f} s{count}", flush=True)
+        return status
+
+    def run_all(self, part: Part, end: float, stop: threading.Event) -> str:
+        """Run the parts of a part. Return the worst of their statuses."""
+        with ThreadPoolExecutor(1 if part.in_turn else len(part.parts)) as pool:
+            found = [pool.submit(self.run, one, end, stop) for one in part.parts]
             try:
-                found = list(pool.map(lambda shard: self.follow(shard, end, stop), shards))
-            finally:
+                statuses = [one.result() for one in found]
+            except BaseException:
                 stop.set()
-        return max(found, key=lambda status: (status not in ENDED, status != "done"))
+                raise
+        return max(statuses, key=lambda status: (status not in ENDED, status != "done"))
 
     def follow(self, part: Part, end: float, stop: threading.Event) -> str:
         """Return done, failed, or why the process was interrupted."""
-        written, log = (self.out / f"{part.name}.{kind}" for kind in ("jsonl", "log"))
+        end = min(end, time.monotonic() + part.seconds)
+        written, log = (self.journals / f"{part.name}.{kind}" for kind in ("jsonl", "log"))
         command = [word.replace("FOLDER", str(self.out.resolve())) for word in part.command]
         if part.journal:
             command += ["--journal", str(written.resolve())]
         while True:
             size = _size(written)
-            status = self.follow_once(command, (log, written), end, part.silence, stop)
+            status = self.follow_once(part, command, (log, written), end, stop)
             again = status.startswith(("crashed", "silent")) and part.journal
             if not (again and _size(written) > size and end - time.monotonic() > LEAST_SECONDS):
                 return status
@@ -262,12 +366,13 @@ class Run:
                 print(f"\n=== {status}: continues after that test\n", file=file)
 
     def follow_once(
-        self, command: list[str], signs: tuple[Path, Path], end: float, silence: float,
+        self, part: Part, command: list[str], signs: tuple[Path, Path], end: float,
         stop: threading.Event,
     ) -> str:  # fmt: skip
+        environment = self.environment | (self.over_the_stand_in if part.stand_in else {})
         with signs[0].open("ab") as output:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=self.environment, start_new_session=True,
+                command, cwd=ROOT, env=environment, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         try:
@@ -278,10 +383,12 @@ class Run:
                 now, new = time.monotonic(), tuple(map(_size, signs))
                 if new != sizes:
                     sizes, heard = new, now
+                if now - self.saved > SAVE_SECONDS:  # whatever kills this process, results stay
+                    self.save()
                 if now > end:
                     return "out of time"
-                if now - heard > silence:
-                    return f"silent for {silence:.0f} s"
+                if now - heard > part.silence:
+                    return f"silent for {part.silence:.0f} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -291,29 +398,42 @@ class Run:
             return "crashed, GPU lost" if code == DEVICE_LOST else f"crashed ({code})"
         return "done" if code in (0, 5) else f"failed ({code})"  # 5: no test was left
 
+    def forget_the_last(self, part: str) -> None:
+        """Let the test of a part that was running when the time was up run again."""
+        path = self.journals / f"{part}.jsonl"
+        begun = [event["begun"] for event in journal.read(path) if "begun" in event]
+        ended = {event["test"] for event in journal.read(path) if "test" in event}
+        if begun and begun[-1] not in ended:
+            with path.open("a") as file:
+                print("\n" + json.dumps({"cut": begun[-1]}), file=file)
+
+    @property
+    def driver(self) -> Path:
+        return self.journals / "driver"
+
+    @functools.cached_property
+    def over_the_stand_in(self) -> Variables:
+        """The variables of processes that compile kernels and launch none."""
+        self.driver.mkdir(exist_ok=True)
+        return device.environment(self.driver, self.packages)
+
     def save(self) -> dict[str, Any]:
-        """Write results.json and report.md of the results so far."""
-        results = report.load(*sorted(self.out.glob("*.jsonl")))
-        parts = list(self.done.values())
-        data = {"parts": parts, **asdict(results)}
-        _write(self.out / STATUS, json.dumps(parts, indent=1) + "\n")
-        _write(self.out / "results.json", json.dumps(data, indent=1) + "\n")
-        if results.rows:
-            cut = [
-                f"- {one['part']}: {one['status']}\n" for one in parts if one["status"] != "done"
-            ]
-            text = report.markdown(results) + "\n## Parts that were not done\n\n" * bool(cut)
-            _write(self.out / "report.md", text + "".join(cut))
-        return data
-
-
-def _forget_the_last(path: Path) -> None:
-    """Let the test that was running when the time was up run again."""
-    begun = [event["begun"] for event in journal.read(path) if "begun" in event]
-    ended = {event["test"] for event in journal.read(path) if "test" in event}
-    if begun and begun[-1] not in ended:
-        with path.open("a") as file:
-            print("\n" + json.dumps({"cut": begun[-1]}), file=file)
+        """Write results.json and report.md of the results so far, in the order of the parts."""
+        with self.one_writer:
+            self.saved = time.monotonic()
+            parts = list(self.done.values())
+            paths = (self.journals / f"{one['part']}.jsonl" for one in parts)
+            results = report.load(*filter(Path.exists, paths))
+            rest = {"parts": parts, "absent": results.absent, "failed": results.failed}
+            lines = ",\n".join(map(json.dumps, results.rows))  # a row on a line: below 1 MB
+            text = f'{json.dumps(rest, indent=1)[:-2]},\n "rows": [\n{lines}\n]}}\n'
+            _write(self.out / RESULTS, text)
+            if results.rows:
+                cut = [x for x in parts if x["status"] != "done"]
+                text = "\n## Parts that were not done\n\n" * bool(cut)
+                text += "".join(f"- {one['part']}: {one['status']}\n" for one in cut)
+                _write(self.out / "report.md", report.markdown(results) + text)
+        return {**rest, "rows": results.rows}
 
 
 def _size(path: Path) -> int:
@@ -342,32 +462,27 @@ def cache(folder: Path) -> dict[str, str]:
     return {"TRITON_CACHE_DIR": str(folder.resolve())}
 
 
-def prepare(folder: Path, parts: Sequence[Part], version: str | None) -> int:
-    """Compile the kernels of the parts, without a GPU. Return 1 if a part does not finish."""
+def prepare(folder: Path, parts: Sequence[Part], version: str | None, processes: int) -> int:
+    """Compile the kernels of the parts, without a GPU. Return 1 if that breaks off."""
     if reason := stand_in.obstacle():
         raise ValueError(f"kernels cannot be prepared here without a GPU: {reason}")
+    packages = versions.install(version) if version else None
     with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
-        environment = device.environment(Path(base), versions.install(version) if version else None)
-        environment["TRITON_STORE_BINARY_ONLY"] = "1"  # a fifth of the bytes, and all that is read
-        run = Run(Path(base), {**environment, **cache(folder)})
-        run.go([_once(part) for part in parts if part.journal], 1e6)
+        run = Run(Path(base), {**cache(folder), **BINARY_ONLY}, packages)
+        options: dict[str, Any] = dict(journal=True, stand_in=True, silence=600.0)
+        run.go([compiling(parts, processes, seconds=1e6, **options)], 1e6)
         data = run.save()
     for test in data["failed"]:
         print(f"needs results, or fails: {test}")  # nothing is computed here
-    print(f"{folder} holds {len(list(folder.glob('*/__grp__*.json')))} kernels")
-    return 0 if all(one["status"] in ENDED for one in data["parts"]) else 1
-
-
-def _once(part: Part) -> Part:
-    """Return the part with each call made once and not timed."""
-    command = [word.replace("--benchmark-only", "--benchmark-disable") for word in part.command]
-    return replace(part, command=command, seconds=1e6, silence=600.0, processes=1)
+    (part,) = data["parts"]
+    print(f"{part['kernels']} kernels; {folder} holds {len(list(folder.glob('*/__grp__*.json')))}")
+    return 0 if part["status"] in ENDED else 1
 
 
 def _status(data: dict[str, Any]) -> int:
     """Return 1 if a part or a test failed."""
-    failed = data["failed"] or any(part["status"] not in FINE for part in data["parts"])
-    return 1 if failed else 0
+    cut = [x["part"] for x in data["parts"] if not x["status"].startswith(FINE)]
+    return 1 if data["failed"] or cut else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -378,10 +493,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--out", type=folder, metavar="FOLDER", help="the folder for the results")
+    add("--headline", action="store_true", help="--only headline --minutes 6")
     add("--minutes", type=float, default=9.0, help="the limit of the whole run")
     add("--only", metavar="NAMES", help="parts and groups of parts, separated by commas")
     add("--kernels", type=folder, metavar="FOLDER", help="Triton's cache, used and added to")
     add("--prepare", type=folder, metavar="FOLDER", help="only compile, into this cache")
+    add(
+        "--processes", type=int, default=CORES, metavar="N", help="that compile; default: all cores"
+    )
     add("--triton", metavar="VERSION", help="with --prepare: compile with this Triton")
     return parser
 
@@ -389,31 +508,37 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
+    if options.headline:
+        if options.only:
+            parser.error("--headline and --only: give one of them")
+        options.only, options.minutes = "headline", min(options.minutes, 6.0)
     if not options.minutes > 0:
         parser.error(f"minutes is {options.minutes:g}; expected more than 0")
+    if options.processes < 1:
+        parser.error(f"processes is {options.processes}; expected 1 or more")
     if (options.out is None) == (options.prepare is None):
         parser.error("give --out FOLDER, or --prepare FOLDER")
     if options.triton and not options.prepare:
         parser.error("--triton is an option of --prepare")
     try:
+        parts = chosen(on_gpu(options.processes), options.only)
         if options.prepare:
-            return prepare(options.prepare, chosen(on_gpu(), options.only), options.triton)
-        return _measure(options)
+            return prepare(options.prepare, parts, options.triton, options.processes)
+        return _measure(options, parts)
     except ValueError as error:
         parser.error(str(error))
 
 
-def _measure(options: argparse.Namespace) -> int:
+def _measure(options: argparse.Namespace, parts: Sequence[Part]) -> int:
     import torch
 
-    parts = chosen(on_gpu(), options.only)
     if not torch.cuda.is_available():
         raise ValueError("there is no GPU; `pytest --benchmark-only` measures on a CPU")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running part
-    run = Run(options.out, cache(options.kernels) if options.kernels else NONE)
+    run = Run(options.out, cache(options.kernels or KERNELS))
     run.go(parts, 60 * options.minutes)
     data = run.save()
     results = report.Results(data["rows"], data["absent"], data["failed"])
-    print("\n".join(report.text(results, ours=True)))
-    print(f"Wrote {options.out / 'results.json'}")
+    print(f"Wrote {options.out / RESULTS}")
+    print("\n".join(report.summary(results)))
     return _status(data)

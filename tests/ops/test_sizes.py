@@ -1,6 +1,6 @@
-"""Every kernel, forward and backward, against the oracle at the sizes that training has: bfloat16,
-head dimensions 64 and 128 and small ones, thousands of tokens. Without a GPU the same calls are
-small.
+"""Every kernel, forward and backward, against the oracle at the sizes that training has: thousands
+of tokens, in float32, float16 and bfloat16, head dimensions from 16 to 256. Without a GPU the same
+calls are small.
 """
 
 import numpy as np
@@ -19,22 +19,45 @@ from fastformer.kernels.rotary import _span
 
 GPU = torch.cuda.is_available()
 S, ROWS, WIDTH, CLASSES = (2048, 4096, 512, 32768) if GPU else (48, 6, 16, 33)
-D = (16, 32, 64, 128) if GPU else (16, 32)
 SEED = 20170612
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=NAMES, indirect=True)
 
+# Options, and sizes where they are not 4 heads of S tokens. One kernel computes the backward of
+# `short` sequences: in registers, or with many heads by way of memory. Three compute the others'.
+EVERYTHING = "mask, bias and dropout"
 ATTENTION = {
+    EVERYTHING: dict(mask=True, bias=True, dropout_p=0.1),
     "plain": {},
     "causal": dict(is_causal=True),
     "lengths and dropout": dict(lengths=True, dropout_p=0.1),
-    "lengths, bias and dropout": dict(lengths=True, bias=True, dropout_p=0.1),
     "window": dict(window=(S // 4, 0)),
+    "grouped heads": dict(groups=2, is_causal=True),
+    "block mask": dict(blocks=True, dropout_p=0.1),
+    "short": dict(length=128, lengths=True, dropout_p=0.1),
+    "short, many heads": dict(length=256, heads=132, lengths=True, dropout_p=0.1),
 }
+if not GPU:
+    ATTENTION["short"]["length"], ATTENTION["short, many heads"]["length"] = 16, 32
+    ATTENTION["short, many heads"]["heads"] = 6
+CALLS = [(EVERYTHING, d, x) for d in ((16, 32, 64, 128, 256) if GPU else (16, 32)) for x in DTYPES]
+OTHERS = [case for case in ATTENTION if case != EVERYTHING]
+CALLS += [(case, d, torch.bfloat16) for case in OTHERS for d in ((64, 128) if GPU else (16,))]
+if GPU:
+    CALLS += [(case, 32, torch.bfloat16) for case in ("plain", "lengths and dropout")]
+IDS = [f"{case}-{d}-{str(dtype).removeprefix('torch.')}" for case, d, dtype in CALLS]
 
 
 @pytest.fixture
-def random(device):
+def dtype(request):
+    return getattr(request, "param", torch.bfloat16)
+
+
+@pytest.fixture
+def random(device, dtype):
     def random(*shape, scale=1.0):
-        return torch.randn(*shape, device=device, dtype=torch.bfloat16) * scale
+        return torch.randn(*shape, device=device, dtype=dtype) * scale
 
     return random
 
@@ -45,18 +68,27 @@ def kernels():
         yield
 
 
-@pytest.mark.parametrize("d", D)
-@pytest.mark.parametrize("case", ATTENTION)
+@pytest.mark.parametrize("case, d, dtype", CALLS, ids=IDS, indirect=["dtype"])
 def test_attention(against_oracle, random, device, case, d):
-    options = dict(ATTENTION[case])
-    tensors = {name: random(2, 4, S, d, scale=1.5) for name in ("query", "key", "value")}
+    options = {"length": S, "heads": 4, **ATTENTION[case]}
+    length, heads = options.pop("length"), options.pop("heads")
+    tensors = {"query": random(2, heads, length, d, scale=1.5)}
+    groups = options.pop("groups", heads)
+    for name in ("key", "value"):
+        tensors[name] = random(2, groups, length, d, scale=1.5)
+    if options.pop("mask", False):
+        options["attn_mask"] = torch.rand(2, 1, length, length, device=device) < 0.8
+    if options.pop("blocks", False):
+        blocks = ff.BlockMask.longformer(length, length // 16, length // 64 + 1, device="cpu")
+        options["attn_mask"] = blocks.to(device)
     if options.pop("bias", False):
-        tensors["bias"] = random(4, S, S)
+        tensors["bias"] = random(heads, length, length)
     if options.pop("lengths", False):
-        options["key_lengths"] = torch.tensor([S // 2 + 1, S], device=device)
+        options["key_lengths"] = torch.tensor([length // 2 + 1, length], device=device)
     if "dropout_p" in options:
         options["dropout_seed"] = SEED
-    against_oracle(ff.scaled_dot_product_attention, tensors, **options)
+    given = dict(options, enable_gqa=groups != heads)
+    against_oracle(ff.scaled_dot_product_attention, tensors, **given)
 
 
 def test_packed(against_oracle, random, device):
@@ -74,7 +106,7 @@ def test_packed(against_oracle, random, device):
     against_oracle(packed, tensors, dropout_p=0.1, dropout_seed=SEED, is_causal=True)
 
 
-@pytest.mark.parametrize("d", D)
+@pytest.mark.parametrize("d", (64, 128) if GPU else (16, 32))
 def test_decoding(against_oracle, random, device, d):
     """Few queries over a cache of keys in one piece, and the same in pages, a head of it for four
     of the query.
@@ -95,8 +127,18 @@ def test_decoding(against_oracle, random, device, d):
     against_oracle(ff.paged_attention, tensors, gradients=False, **options)
 
 
-@pytest.mark.parametrize("width", [WIDTH, 8 * WIDTH, 32 * WIDTH] if GPU else [WIDTH])
-def test_norms(against_oracle, random, width):
+@EVERY_DTYPE
+def test_norms(against_oracle, random):
+    _check_norms(against_oracle, random, WIDTH)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [8 * WIDTH, 32 * WIDTH])
+def test_wide_norms(against_oracle, random, width):
+    _check_norms(against_oracle, random, width)
+
+
+def _check_norms(against_oracle, random, width):
     tensors = {"input": random(ROWS, width), "weight": random(width)}
     against_oracle(ff.rms_norm, tensors, normalized_shape=width)
     added = tensors | {"residual": random(ROWS, width)}
@@ -115,6 +157,7 @@ def _both(**given):
     return torch.cat(ff.dropout_add_layer_norm(**given))
 
 
+@EVERY_DTYPE
 @pytest.mark.parametrize("norm", [False, True])
 def test_rotary(against_oracle, random, norm):
     heads, length, dim = (32, 4096, 128) if GPU else (4, 300, 64)
@@ -130,14 +173,15 @@ def _both_turned(**given):
     return torch.cat(ff.rotary_embedding(**given), 1)
 
 
-@pytest.mark.parametrize("width", [WIDTH, 2 * WIDTH] if GPU else [WIDTH])
-def test_feed_forward(against_oracle, random, width):
-    tensors = {"input": random(ROWS, width), "b_1": random(4 * width), "b_2": random(width)}
-    tensors["w_1"] = random(4 * width, width, scale=width**-0.5)
-    tensors["w_2"] = random(width, 4 * width, scale=width**-0.5)
+@EVERY_DTYPE
+def test_feed_forward(against_oracle, random):
+    tensors = {"input": random(ROWS, WIDTH), "b_1": random(4 * WIDTH), "b_2": random(WIDTH)}
+    tensors["w_1"] = random(4 * WIDTH, WIDTH, scale=WIDTH**-0.5)
+    tensors["w_2"] = random(WIDTH, 4 * WIDTH, scale=WIDTH**-0.5)
     against_oracle(ff.feed_forward, tensors, dropout_p=0.1, dropout_seed=SEED)
 
 
+@EVERY_DTYPE
 @pytest.mark.parametrize("op", [ff.geglu, ff.swiglu])
 def test_gated(against_oracle, random, op):
     tensors = {"x": random(ROWS, WIDTH), "w": random(6 * WIDTH, WIDTH, scale=WIDTH**-0.5)}
@@ -149,17 +193,20 @@ def test_gated(against_oracle, random, op):
     against_oracle(gated, tensors, dropout_p=0.1, dropout_seed=SEED)
 
 
+@EVERY_DTYPE
 def test_gated_activation(against_oracle, random):
     tensors = {"gate": random(ROWS, 3 * WIDTH), "value": random(ROWS, 3 * WIDTH)}
     against_oracle(ff.gated_activation, tensors, activation="gelu")
 
 
+@EVERY_DTYPE
 def test_embed(against_oracle, random, device):
     tensors = {"tokens": torch.randint(0, CLASSES, (2, ROWS), device=device)}
     tensors |= {"weight": random(CLASSES, WIDTH), "positional": random(ROWS, WIDTH)}
     against_oracle(ff.embed, tensors, dropout_p=0.1, dropout_seed=SEED)
 
 
+@EVERY_DTYPE
 @pytest.mark.parametrize("smoothing", ["uniform", "kl"])
 def test_losses(against_oracle, random, device, smoothing):
     options = dict(reduction="none", label_smoothing=0.1, smoothing=smoothing, ignore_index=0)

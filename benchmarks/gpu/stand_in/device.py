@@ -17,6 +17,7 @@ that of the capture, and no random number is to be had before another capture su
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from benchmarks.gpu import stand_in
 from benchmarks.report import STAND_IN
 
 DRIVER = "FASTFORMER_STAND_IN"  # the folder of libcuda.so.1, in the environment of such a process
+COUNTS = "FASTFORMER_STAND_IN_COUNTS"  # 1: kernels are counted, and none is compiled
 MILLISECONDS = 1.0  # between any two events
 MOST = {True: 1 << 8, False: 1 << 20}  # elements of a tensor that has values: floating point or not
 HERE = Path(__file__).resolve().parent
@@ -45,11 +47,49 @@ def environment(folder: Path, first: Path | None = None) -> dict[str, str]:
     stand_in.build(folder)
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(HERE / "site"), str(first or ""), str(ROOT), *before]
+    libraries = [str(folder.resolve()), os.environ.get("LD_LIBRARY_PATH", "")]
     return {
         DRIVER: str(folder.resolve()),
+        # Where there are a GPU and its driver, they are not these.
+        "CUDA_VISIBLE_DEVICES": "",
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "TRITON_INTERPRET": "0",
     }
+
+
+def kernels(folder: Path) -> int:
+    """Return how many kernels were launched by the processes with this folder of the driver."""
+    return len(list(folder.glob("*.kernel")))
+
+
+def _compile_once(folder: Path) -> None:
+    """Let one of the processes that share the folder compile a kernel, and the others wait for it:
+    they find it in Triton's cache.
+    """
+    from filelock import FileLock
+    from triton import compiler
+
+    compile = compiler.compile
+
+    def once(source: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
+        key = hashlib.sha256(f"{source.hash()} {target} {options}".encode()).hexdigest()
+        (folder / f"{key}.kernel").touch()
+        if os.environ.get(COUNTS) == "1":
+            return _Counted()
+        with FileLock(folder / f"{key}.lock"):
+            return compile(source, target=target, options=options, **more)
+
+    compiler.compile = once
+
+
+class _Counted:
+    """In place of a compiled kernel: a launch does nothing."""
+
+    function, packed_metadata = 0, ()
+
+    def launch_metadata(self, *_: Any) -> None: ...
+    def run(self, *_: Any) -> None: ...
 
 
 class _State:
@@ -202,8 +242,11 @@ def appear(folder: Path) -> None:
     def to(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return move(x, *map(indexed, args), **{k: indexed(v) for k, v in kwargs.items()})
 
-    def flex_attention(q: Any, k: Any, v: Any, *_: Any, enable_gqa: bool = False, **__: Any) -> Any:
-        return attention(q, k, v, enable_gqa=enable_gqa)
+    def flex_attention(
+        q: Any, k: Any, v: Any, score_mod: Any = None, *_: Any, enable_gqa: bool = False, **__: Any
+    ) -> Any:
+        added = score_mod(0, 0, 0, 0, 0) if score_mod else 0  # a bias has a gradient
+        return attention(q, k, v, enable_gqa=enable_gqa) + added
 
     def uncompiled(model: Any = None, **_: Any) -> Any:
         flex: dict[str, Any] = {  # what cannot run otherwise
@@ -237,6 +280,7 @@ def appear(folder: Path) -> None:
 
     original = backends._unsupported_reason
     stand_in.install(folder)
+    _compile_once(folder)
     backends._unsupported_reason = original  # the tensors are on a GPU
     Device().__enter__()
 

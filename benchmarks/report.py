@@ -1,8 +1,9 @@
 """Makes tables and plots of measured figures.
 
     python -m benchmarks.report results.json --out FOLDER    tables (Markdown) and plots
-    python -m benchmarks.report --evidence                   the figures of docs/evidence.md, made
-                                                             from benchmarks/results
+    python -m benchmarks.report --evidence                   what is made of benchmarks/results: the
+                                                             figures of docs/evidence.md, README's
+                                                             status, and ops/attention/faster.py
 
 It reads the files of `pytest --benchmark-only --benchmark-json=results.json` and of
 `python -m benchmarks.gpu`, and its journals (.jsonl). It measures nothing.
@@ -17,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ START, END = "<!-- figures: python -m benchmarks.report --evidence -->", "<!-- e
 PICTURE = "figures/headline.png"  # beside the page
 UNMEASURED = (
     "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one. If you have "
-    "an H100 or H200 and ten minutes, "
+    "an H100 or H200 and six minutes, "
     "[First run](first_run.md) says how to measure it."
 )
 STAND_IN = "no GPU but a stand-in"  # the name of benchmarks.gpu.stand_in's: its times mean nothing
@@ -81,9 +82,12 @@ class Results:
     failed: dict[str, str] = field(default_factory=dict)
 
     def groups(self) -> dict[str, list[Row]]:
+        """Group the rows by the work, and by the GPU if there are several."""
         groups: dict[str, list[Row]] = {}
+        several = len({row.get("gpu") for row in self.rows}) > 1
         for row in self.rows:
-            groups.setdefault(row["group"], []).append(row)
+            place = f" on {row.get('gpu') or 'a CPU'}" if several else ""
+            groups.setdefault(row["group"] + place, []).append(row)
         return groups
 
     def families(self) -> dict[str, list[Row]]:
@@ -195,14 +199,12 @@ def compared(results: Results) -> dict[str, list[Compared]]:
     found: dict[str, list[Compared]] = {}
     for group, rows in results.groups().items():
         length = re.search(r"S=\d+", group)
-        for row in rows:
-            if row["provider"] not in OURS or row["provider"] == "reference":
-                continue
+        own = [x for x in rows if x["provider"] in OURS and x["provider"] != "reference"]
+        for row in own:
             clocks = {"": "ms"}
             if re.match(STEPS, group):
                 clocks = {", in a CUDA graph": "ms", ", without one": "wall_ms"}
-            of_one = len({one["provider"] for one in rows if one["provider"] in OURS}) == 1
-            name = re.sub(r",? S=\d+", "", group) + ("" if of_one else f", {row['provider']}")
+            name = re.sub(r",? S=\d+", "", group) + f", {row['provider']}" * (len(own) > 1)
             for clock, field_name in clocks.items():
                 peers = [one for one in rivals(rows) if field_name in one]
                 if peers and field_name in row:
@@ -222,7 +224,7 @@ def summary(results: Results) -> list[str]:
     lines += [f"{name:58s} " + "   ".join(map(str, x)) for name, x in compared(results).items()]
     lines += gluon_verdicts(results)
     failed = [f"FAILED {test}: {why.splitlines()[0]}" for test, why in results.failed.items()]
-    if len(failed) > (room := max(3, SUMMARY_LINES - 1 - len(lines))):
+    if len(failed) > (room := max(3, SUMMARY_LINES - len(lines))):
         failed[room - 1 :] = [f"FAILED: {len(failed) - room + 1} more, in results.json"]
     return (lines + failed)[-SUMMARY_LINES:]
 
@@ -503,6 +505,61 @@ def speed_block(results: Results) -> str:
     return "\n".join([f"![{family[0]}]({PICTURE})", "", *lines] if family else lines)
 
 
+def status_block(results: Results) -> str:
+    """README's status: the steps and the forwards with gradients beside the best peer, or that
+    nothing was measured.
+    """
+    results = replace(results, rows=[row for row in results.rows if measured(row)])
+    rows = [
+        (name, ", ".join(f"{x.length}{x.ratio:.2f} ({x.peer})" for x in found))
+        for name, found in compared(results).items()
+        if re.search("backward|training", name) and not re.match("public|Gluon", name)
+    ]
+    if not rows:
+        return (
+            "**Status.** Speed on a GPU is **not measured** yet; with an H100 or H200, "
+            "[one command](docs/first_run.md) measures it in six minutes. Until then, use\n"
+            "fastformer for its features, not for its speed."
+        )
+    places = "; ".join(dict.fromkeys(map(machine, results.rows)))
+    lines = [
+        f"**Status.** Measured on {places}: how many times as fast as the best peer fastformer is, "
+        "and which peer that is ([all figures](docs/evidence.md)).",
+        "",
+    ]
+    return "\n".join(lines + markdown_table(["work", "the best peer's time / ours"], rows))
+
+
+TORCHS = {"cudnn": "torch (cuDNN)", "flash": "torch (flash)", "efficient": "torch (efficient)"}
+GAIN = 1.02  # of torch's op over the kernel: less is a tie
+FASTER = ROOT / "fastformer" / "ops" / "attention" / "faster.py"
+
+
+def faster_table(runs: Iterable[Results]) -> str:
+    """Return the text of FASTER after these runs: what each run of an architecture shows."""
+    found: dict[str, dict[tuple[bool, bool, int], dict[int, set[str]]]] = {}
+    for group, rows in (item for run in runs for item in run.groups().items()):
+        work = re.fullmatch(r"attention (plain|causal)( grouped)? d=(\d+) S=(\d+) forward", group)
+        rows = [x for x in rows if measured(x) and x.get("device_timer") == CAPTURED]
+        times = {row["provider"]: row["ms"] for row in rows}
+        if work and times.keys() & {*TORCHS} and "triton" in times:
+            best = min(times.keys() & {*TORCHS}, key=times.__getitem__)
+            name = TORCHS[best] if times[best] * GAIN < times["triton"] else ""
+            key = work[1] == "causal", work[2] is not None, int(work[3])
+            of = found.setdefault(rows[0]["architecture"], {}).setdefault(key, {})
+            of.setdefault(int(work[4]), set()).add(name)
+    lines = []
+    for architecture, by_call in sorted(found.items()):
+        of_calls = []
+        for key, by_length in sorted(by_call.items()):
+            agreed = {n: min(names) for n, names in sorted(by_length.items()) if len(names) == 1}
+            shown = ", ".join(f'{n}: "{name}"' for n, name in agreed.items() if name)
+            of_calls += [f"        {key}: {{{shown}}},"] if shown else []
+        lines += [f'    "{architecture}": {{', *of_calls, "    },"] if of_calls else []
+    head, table = FASTER.read_text().partition(" = ")[0], "\n".join(["", *lines, ""])
+    return f"{head} = {{{table if lines else ''}}}\n"
+
+
 def _headlines(results: Results) -> Iterator[list[Row]]:
     """Yield the largest size of each group of HEADLINES, forward and with the gradients."""
     for headline in HEADLINES:
@@ -553,8 +610,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "results", nargs="*", type=Path, help=f"JSON files; the default is {RESULTS.name}/gpu*.json"
     )
     add("--out", type=folder, help="the folder for report.md and the plots")
-    page = ROOT / "docs" / "evidence.md"
-    add("--evidence", nargs="?", type=Path, const=page, help="the page to update")
+    add("--evidence", action="store_true", help="write what is made of benchmarks/results")
     options = parser.parse_args(argv)
     if not (options.out or options.evidence):
         parser.error("nothing to do: give --out FOLDER or --evidence")
@@ -573,13 +629,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not importlib.util.find_spec("matplotlib"):
             print("Without plots: matplotlib is not installed")
     if options.evidence:
-        text = options.evidence.read_text()
-        options.evidence.write_text(with_figures(text, evidence_block(results)))
+        for path, text in evidence(paths).items():
+            path.write_text(text)
+            print(f"Wrote {path}")
         if family := headline_family(results):
-            path = options.evidence.parent / PICTURE
+            path = ROOT / "docs" / PICTURE
             path.parent.mkdir(parents=True, exist_ok=True)
             draw(*family).savefig(path, dpi=100)
-        print(f"Wrote {options.evidence}")
+
+
+def evidence(paths: Sequence[Path]) -> dict[Path, str]:
+    """Return the files that are made of these results, with their texts."""
+    page, readme, results = ROOT / "docs" / "evidence.md", ROOT / "README.md", load(*paths)
+    return {
+        page: with_figures(page.read_text(), evidence_block(results)),
+        readme: with_figures(readme.read_text(), status_block(results)),
+        FASTER: faster_table(map(load, paths)),
+    }
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import contextvars
 import functools
@@ -121,8 +122,24 @@ class Launch:
 
     def through_triton(self, *pointers: Any) -> Any:
         """Launch the kernel through Triton and return it compiled; None in the interpreter."""
+        if not INTERPRETED and self._kernel.hash is None:
+            hash_callees_first(self._kernel)
         named = (x if group is None else group(*x) for x, group in zip(pointers, self._groups))
         return self._kernel[self._grid](*named, *self._arguments, **self._options)
+
+
+def hash_callees_first(function: Any) -> None:
+    """Compute the hash of a function of Triton after those of the functions that it calls.
+
+    Before 3.9 Triton leaves out the constants that a callee reads if it has not hashed the callee
+    yet. Then a process that calls ops in another order would compile kernels that are in the cache.
+    """
+    names = {node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}
+    for name in sorted(names):
+        callee = function.__globals__.get(name)
+        if getattr(callee, "hash", "") is None:
+            hash_callees_first(callee)
+    function.cache_key  # noqa: B018
 
 
 class TMALaunch(Launch):

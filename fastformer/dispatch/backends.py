@@ -1,7 +1,8 @@
 """The dispatch: choose the backend that runs an op. No other module chooses a backend.
 
     auto        the Triton kernels on a GPU if they support the call, else the reference; torch's
-                own op if `fastformer tune` has measured that it computes the same and is faster
+                own op where it computes the same and was measured to be faster: by `fastformer
+                tune`, or in a committed run on a GPU of this architecture
     triton      the Triton kernels, or an error if they cannot run; on a CPU, Triton's interpreter
     reference   eager PyTorch
 
@@ -290,16 +291,20 @@ def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
 
 
 def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
-    """Return the alternative that was measured to be the fastest for this call, or None."""
+    """Return the alternative that was measured to be the fastest for this call, or None: on this
+    machine, or else in a committed run.
+    """
     chosen, record = measurements.choices(first.device), OPERATIONS[op]
-    if not chosen or not record.alternatives or not eager(first):
+    if not (chosen or record.faster) or not record.alternatives or not eager(first):
         return None
     signature = record.signature(arguments)
     if signature is None:
         return None
     key = op, first.device, measurements.differentiated(arguments), signature
     if key not in _alternatives:
-        name = chosen.get((op, measurements.class_of(op, arguments) or ""))
+        name = chosen.get((op, measurements.class_of(op, arguments) or "")) if chosen else None
+        if name is None and record.faster is not None:
+            name = record.faster(arguments)
         if len(_alternatives) >= MOST_ALTERNATIVES:
             _alternatives.clear()
         _alternatives[key] = name if name in record.alternatives else None

@@ -60,6 +60,8 @@ class Operation(NamedTuple):
     alternatives: the ops of torch that may replace the kernels, by the name that `explain` prints.
     signature: a function of the arguments of a call that returns what the choice of an alternative
         depends on, or None if no alternative computes the call.
+    faster: a function of the arguments of such a call that returns the alternative that a committed
+        run shows to be faster on this architecture, or None. None where no run shows any.
     reference_backward: the gradients by differentiable primitives, given the arguments of the
         kernel's backward; for ops whose backward does not take all of the arguments.
     unsaved: a function of the arguments of a call, by their names in the schema, that returns the
@@ -76,6 +78,7 @@ class Operation(NamedTuple):
     unsharded: Mapping[str, Any] = {}
     alternatives: Mapping[str, Alternative] = {}
     signature: Callable[[Arguments], Hashable | None] = lambda arguments: None
+    faster: Callable[[Arguments], str | None] | None = None
     reference_backward: Function | None = None
     unsaved: Callable[[Arguments], tuple[str, ...]] | None = None
     block: Function | None = None

@@ -35,6 +35,31 @@ HAS_GPU = torch.cuda.is_available()
 MANY = 500
 LEAK = 1 << 10  # bytes a call
 
+# ------------------------------------------------------------------------- the cache of kernels
+
+KEYS = """
+import sys
+import fastformer.kernels.attention.launchers, fastformer.kernels.layer_norm.launchers
+from fastformer.kernels.launch import hash_callees_first
+from triton.runtime.jit import JITFunction
+
+modules = [m for n, m in sorted(sys.modules.items()) if n.startswith("fastformer.kernels")]
+found = {f"{x.module} {x.__name__}": x for m in modules for x in vars(m).values()
+         if isinstance(x, JITFunction)}
+for name in sorted(found, reverse=sys.argv[1] == "last first"):
+    if found[name].hash is None:
+        hash_callees_first(found[name])
+print(*(f"{name} {found[name].cache_key}" for name in sorted(found)), sep="\n")
+"""
+
+
+def test_keys_of_kernels_do_not_depend_on_the_order_of_calls(fresh):
+    """A kernel that one process has compiled is found by another, whatever ran there before."""
+    pytest.importorskip("triton")
+    first, last = (fresh(KEYS, x, TRITON_INTERPRET="0") for x in ("first first", "last first"))
+    assert first == last and len(first.splitlines()) > 100
+
+
 # -------------------------------------------------------------------------------------- many calls
 
 

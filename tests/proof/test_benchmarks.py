@@ -1,5 +1,6 @@
 """What the benchmarks make of their figures, and that a run for a GPU keeps what it has."""
 
+import itertools
 import json
 import math
 import os
@@ -105,33 +106,130 @@ def test_report_writes_tables_and_pictures(benchmarks, results, tmp_path):
         assert fact in caption
 
 
-def test_the_evidence_says_what_is_measured_and_what_is_not(benchmarks, results, tmp_path):
+def test_the_evidence_says_what_is_measured_and_what_is_not(benchmarks, results):
     report = benchmarks.report
-    source, page = tmp_path / "results.json", tmp_path / "evidence.md"
-    page.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
-    source.write_text(json.dumps({"rows": results.rows}))
-    report.main([str(source), "--evidence", str(page)])
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
+    text = report.evidence_block(results)
     assert "| attention causal d=64 S=2048 forward, triton | 16 | 0.5 |" in text
     assert "S=512" not in text and "Measured on Imaginary 1, driver 1.0" in text
     assert f"![attention causal d=64 forward]({report.PICTURE})" in text
-    assert (tmp_path / report.PICTURE).read_bytes().startswith(b"\x89PNG")
+    page = report.with_figures(f"before\n{report.START}\nold\n{report.END}\nafter\n", text)
+    assert page == f"before\n{report.START}\n{text}\n{report.END}\nafter\n"
+
+    status = report.status_block(results)  # which has steps and gradients alone
+    assert "**not measured** yet" in status and "| causal" not in status
+    for one in results.rows:
+        one["group"] = one["group"].replace("forward", "forward+backward")
+    status = report.status_block(results)
+    assert "Measured on Imaginary 1, driver 1.0" in status
+    ratios = "S=512 2.00 (cudnn), S=1024 2.00 (cudnn), S=2048 2.00 (cudnn)"
+    assert f"| attention causal d=64 forward+backward, triton | {ratios} |" in status
 
     for one in results.rows:
         one["gpu"] = None
-    source.write_text(json.dumps({"rows": results.rows}))
-    report.main([str(source), "--evidence", str(page)])
-    assert "Speed on a GPU is **not measured** yet" in page.read_text()
-    assert "| attention causal" not in page.read_text()
+    assert "Speed on a GPU is **not measured** yet" in report.evidence_block(results)
+    assert "| attention causal" not in report.evidence_block(results)
+    assert "**not measured** yet" in report.status_block(results)
     with pytest.raises(ValueError, match="has no block"):
         report.with_figures("no marks", "block")
 
 
 def test_the_evidence_is_up_to_date(benchmarks):
-    text = (ROOT / "docs" / "evidence.md").read_text()
-    results = benchmarks.report.load(*sorted(benchmarks.report.RESULTS.glob("gpu*.json")))
-    assert benchmarks.report.with_figures(text, benchmarks.report.evidence_block(results)) == text
+    """docs/evidence.md, README's status, and which calls `auto` leaves to torch's op."""
+    made = benchmarks.report.evidence(sorted(benchmarks.report.RESULTS.glob("gpu*.json")))
+    assert len(made) == 3
+    for path, text in made.items():
+        assert path.read_text() == text, path
+
+
+def fast(benchmarks, work, architecture="sm_90", timer="CUDA graph", **ms):
+    return benchmarks.report.Results([
+        row(name, 1, time, group=f"attention {work}", architecture=architecture, device_timer=timer)
+        for name, time in ms.items()
+    ])  # fmt: skip
+
+
+def test_a_run_decides_which_calls_auto_leaves_to_torch(benchmarks):
+    """Where all runs of an architecture show the same op to be faster, by more than a tie."""
+
+    def table(*runs):
+        found = {}
+        exec(text := benchmarks.report.faster_table(runs), found)
+        assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 100
+        return found["FASTER"]
+
+    assert table() == {}
+    first = [
+        fast(benchmarks, "causal d=64 S=1024 forward", triton=2.0, cudnn=1.0, flash=1.5),
+        fast(benchmarks, "causal d=64 S=4096 forward", triton=2.0, cudnn=1.5, flash=1.0),
+        fast(benchmarks, "causal grouped d=128 S=1024 forward", triton=2.0, flash=1.0),
+        fast(benchmarks, "plain d=64 S=1024 forward", triton=1.01, cudnn=1.0),
+        fast(benchmarks, "plain d=128 S=1024 forward+backward", triton=2.0, cudnn=1.0),
+        fast(benchmarks, "padding d=64 S=1024 forward", triton=2.0, cudnn=1.0),
+        fast(benchmarks, "plain d=128 S=1024 forward", timer="events", triton=2.0, cudnn=1.0),
+        fast(benchmarks, "plain d=64 S=1024 forward", "sm_80", triton=2.0, efficient=1.0),
+    ]
+    sm_80 = {(False, False, 64): {1024: "torch (efficient)"}}
+    assert table(*first) == {
+        "sm_80": sm_80,
+        "sm_90": {
+            (True, False, 64): {1024: "torch (cuDNN)", 4096: "torch (flash)"},
+            (True, True, 128): {1024: "torch (flash)"},
+        },
+    }
+    second = [
+        fast(benchmarks, "causal d=64 S=1024 forward", triton=1.0, cudnn=2.0),
+        fast(benchmarks, "causal d=64 S=4096 forward", triton=3.0, flash=1.0),
+        fast(benchmarks, "causal grouped d=128 S=1024 forward", triton=3.0, cudnn=1.0),
+    ]
+    assert table(*first, *second) == {
+        "sm_80": sm_80, "sm_90": {(True, False, 64): {4096: "torch (flash)"}},
+    }  # fmt: skip
+    unreal = fast(benchmarks, "plain d=64 S=1024 forward", triton=2.0, cudnn=1.0)
+    for one in unreal.rows:
+        one["gpu"] = benchmarks.report.STAND_IN
+    assert table(unreal) == {}
+    many = [
+        fast(benchmarks, f"{kind} d={d} S={n} forward", arch, triton=2.0, cudnn=1.0)
+        for kind in ("plain", "causal", "causal grouped") for d in (64, 128)
+        for n in (1024, 4096, 16384) for arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+    ]  # fmt: skip
+    assert len(table(*many)["sm_120"]) == 6
+
+
+def test_the_summary_compares_with_the_best_peer_of_the_same_work(benchmarks):
+    """A line for each work, a cell for each length, whole models in and without CUDA graphs, what
+    the run decides about the kernels in Gluon, and failures by name; in at most 60 lines.
+    """
+    report, group = benchmarks.report, "attention padding+dropout d=64 S={} forward+backward"
+    rows = [
+        row(provider, length, ms, group=group.format(length), **more)
+        for length in (128, 256)
+        for provider, ms, more in (
+            ("torch", 4.0, {}), ("efficient", 3.0, {}), ("flex", 1.0, {"lacks": "dropout"}),
+            ("triton", 2.0 * length / 128, {}), ("reference", 0.1, {}),
+        )
+    ]  # fmt: skip
+    step = "nn.TransformerEncoder S=128, padding 25%, training"
+    for provider, ms, wall in (("torch", 3.0, 9.0), ("reduce-overhead", 2.0, 8.0), ("auto", 1, 2)):
+        rows.append(row(provider, 128, ms, group=step, wall_ms=wall))
+    for kernel, length, ms in (("dq", 1024, 1.2), ("dq", 4096, 1.0), ("forward", 1024, 1.1)):
+        name = f"Gluon {kernel} plain d=64 S={length}"
+        rows += [row("shipped", length, ms, group=name), row("gluon", length, 1.0, group=name)]
+    lines = report.summary(report.Results(rows, {}, {"test_it": "it failed\nbadly"}))
+    work = re.sub(",? S={}", "", group)
+    (found,) = (x for x in lines if x.startswith(work))
+    assert "S=128 1.50 efficient" in found and "S=256 0.75 efficient" in found
+    steps = [x for x in lines if x.startswith("nn.TransformerEncoder, padding 25%, training")]
+    assert "in a CUDA graph" in steps[0] and "2.00 reduce-overhead" in steps[0]
+    assert "without one" in steps[1] and "4.00 reduce-overhead" in steps[1] and len(steps) == 2
+    assert "Gluon dq: at best 1.20 x shipped: it stays" in lines
+    assert "Gluon forward: at best 1.10 x shipped: it goes" in lines
+    assert lines[-1] == "FAILED test_it: it failed"
+    assert any(x.startswith("ceilings in bfloat16: P = 10 TFLOP/s") for x in lines)
+    assert dict(report.table(rows[:5]))["flex (no dropout)"][6] == "3"
+    failed = {f"test_{i}": "it failed" for i in range(100)}
+    lines = report.summary(report.Results(rows, {}, failed))
+    assert len(lines) == 60 and re.fullmatch(r"FAILED: \d+ more, in results.json", lines[-1])
 
 
 def test_times_on_a_cpu_are_ratios_of_turns(tmp_path, monkeypatch, capsys):
@@ -247,13 +345,13 @@ def test_a_part_that_crashes_hangs_or_fails_costs_that_alone(benchmarks, tmp_pat
     found = {name.partition("::test_")[2]: why for name, why in data["failed"].items()}
     assert found["crashes"] == found["hangs"] == "did not finish"
     assert set(found) == {"crashes", "hangs", "fails"} and "3" in found["fails"]
-    log = (out / "tests.log").read_text()
+    log = (out / "parts" / "tests.log").read_text()
     assert "crashed (-6): continues" in log and f"silent for {patience} s: continues" in log
-    assert (out / "after.log").read_text().strip() == str(out)
+    assert (out / "parts" / "after.log").read_text().strip() == str(out)
     # Once more: what has come to its end is left, and nothing is lost.
     again = go(parts)
     assert statuses(again) == statuses(data) and again["failed"] == data["failed"]
-    assert (out / "tests.log").read_text() == log
+    assert (out / "parts" / "tests.log").read_text() == log
     # No time for what was left: what it came to before stands.
     assert statuses(go(parts, 1)) == statuses(data)
 
@@ -273,7 +371,7 @@ def test_a_test_that_the_time_cuts_is_run_the_next_time(
     (tmp_path / "now").touch()
     data = go(parts)
     assert (statuses(data), data["failed"]) == ([("tests", "done")], {})
-    assert events(tmp_path / "out" / "tests.jsonl") == {
+    assert events(tmp_path / "out" / "parts" / "tests.jsonl") == {
         "test_slow": ["begun", "cut", "begun", "passed"],
         "test_last": ["begun", "passed"],
     }
@@ -283,13 +381,15 @@ def test_a_part_that_was_killed_is_run_again(benchmarks, tmp_path, go):
     """The run left the status and the journal of that moment."""
     parts = [part(benchmarks, tmp_path, "def test_one(): pass\ndef test_two(): pass\n")]
     out, name = tmp_path / "out", "test_tests.py::test_"
-    (out / "parts.json").write_text('[{"part": "tests", "status": "running", "seconds": 0}]')
+    left = {"parts": [{"part": "tests", "status": "running", "seconds": 0}]}
+    (out / "results.json").write_text(json.dumps(left))
+    (out / "parts").mkdir()
     lines = [{"begun": name + "one"}, {"test": name + "one", "outcome": "passed"}]
     lines = [*map(json.dumps, [*lines, {"begun": name + "two"}]), '{"test']
-    (out / "tests.jsonl").write_text("\n".join(lines))
+    (out / "parts" / "tests.jsonl").write_text("\n".join(lines))
     data = go(parts)
     assert (statuses(data), data["failed"]) == ([("tests", "done")], {})
-    assert events(out / "tests.jsonl")["test_one"] == ["begun", "passed"]
+    assert events(out / "parts" / "tests.jsonl")["test_one"] == ["begun", "passed"]
 
 
 def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys, monkeypatch):
@@ -299,7 +399,9 @@ def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(gpu.stand_in, "obstacle", lambda: "there is no C compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, message in {
-        ("--out", out, "--only", "everything,x"): "no part everything, x; there are machine, ",
+        ("--out", out, "--only", "everything,x"): "no part everything, x; there are first, ",
+        ("--out", out, "--headline", "--only", "rest"): "give one of them",
+        ("--out", out, "--processes", "0"): "processes is 0; expected 1 or more",
         ("--out", out, "--triton", "3.6.0"): "option of --prepare",
         ("--out", out, "--minutes", "0"): "minutes is 0; expected more than 0",
         ("--out", out): "there is no GPU",
@@ -398,23 +500,88 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
     ids = [line for line in done.stdout.splitlines() if "::" in line]
     assert len(ids) > 500, done.stdout + done.stderr
     found = {}
-    for part in benchmarks.gpu.run.chosen(benchmarks.gpu.run.on_gpu(), None):
-        if "--matching" in part.command and part.name != "kernel-tests":
-            matching = part.command[part.command.index("--matching") + 1]
+    for part in leaves(benchmarks.gpu.run.chosen(benchmarks.gpu.run.on_gpu(), None)):
+        timed = "--matching" in part.command and "--benchmark-disable" not in part.command
+        if timed and not part.name.startswith("kernel-tests"):
+            *_, matching = (y for x, y in itertools.pairwise(part.command) if x == "--matching")
             mine = [i for i in ids if i.split("::")[0] in part.command and re.search(matching, i)]
             assert 1 < len(mine) < 300, f"{part.name}: {len(mine)}"
-            ours = ("triton", "auto", "sizes", "batch_invariant")
+            ours = ("triton", "auto", "sizes", "batch_invariant", "gluon")
             ours += ("flex", "compile")  # a part of peers alone, which take long to compile
             assert any(name in i for i in mine for name in ours)
             found[part.name] = mine
     all_of_them = Counter(test for part in found.values() for test in part)
     assert {test: n for test, n in all_of_them.items() if n > 1} == {}, "they run twice"
-    sizes = [test for test in ids if "test_sizes" in test]
-    assert sorted(found["small-heads"] + found["correctness"]) == sorted(sizes)
-    assert all(re.search(r"-(16|32)\]", test) for test in found["small-heads"])
-    for peer in ("torch", "cudnn", "flash", "efficient"):
-        for part in ("attention", "lengths", "more-attention"):
-            assert any(test.endswith(f"-{peer}]") for test in found[part]), (part, peer)
+    sizes = [test for test in ids if "test_sizes" in test and "past_int32" not in test]
+    checked = [test for name, tests in found.items() if "correctness" in name for test in tests]
+    assert sorted(checked) == sorted(sizes)
+    small = found["correctness small heads"]
+    assert small == [i for i in sizes if re.search(r"attention\[.*-(16|32)-", i)]
+    for part, peers in {
+        "attention": ("torch", "cudnn", "efficient", "tutorial"), "long": ("cudnn", "flash"),
+        "encoder": ("torch",), "compiled": ("compile", "reduce-overhead", "flex"),
+        "bert": ("torch", "compile"), "rows": ("torch", "compile"), "gluon dq": (),
+        "more-attention": ("torch", "cudnn", "flash", "efficient"),
+    }.items():  # fmt: skip
+        assert all(any(re.search(rf"[[-]{x}[]-]", i) for i in found[part]) for x in peers), part
+    first = headline(benchmarks)
+    prepare, peers = (part.command for part in first[:2])
+    measured = [i for part in leaves(first[2:]) for i in found[part.name]]
+    matching = prepare[prepare.index("--matching") + 1]
+    assert sorted(i for i in ids if re.search(matching, i)) == sorted(measured)
+    matching = peers[peers.index("--matching") + 1]
+    compiled = [i for i in measured if re.search("[[-](flex|compile|reduce-overhead)[]-]", i)]
+    assert sorted(i for i in ids if re.search(matching, i)) == sorted(compiled)
+
+
+def leaves(parts):
+    for part in parts:
+        yield from leaves(part.parts) if part.parts else [part]
+
+
+def headline(benchmarks):
+    """What compiles kernels and peers, and the parts that check and measure."""
+    first, *measured = benchmarks.gpu.run.headline(16)
+    checks, peers = first.parts
+    prepare, correctness = checks.parts
+    return [prepare, peers, correctness, *measured]
+
+
+def test_the_headline_takes_six_minutes_at_most(benchmarks):
+    """The limits of its parts together, and of parts within a part those of the part."""
+    first, *measured = parts = benchmarks.gpu.run.headline(16)
+    assert sum(part.seconds for part in parts) <= 60 * 5.95  # and some for the start
+    checks, peers = first.parts
+    assert sum(part.seconds for part in checks.parts) <= checks.seconds <= first.seconds
+    assert peers.seconds <= first.seconds and checks.parts[1].seconds == 60
+    *_, gluon = measured
+    assert gluon.in_turn and [part.seconds for part in gluon.parts] == [40, 40, 40]
+    prepare, *_ = headline(benchmarks)
+    assert prepare.stand_in and prepare.command[prepare.command.index("-n") + 1] == "16"
+
+
+def test_parts_of_a_part_run_at_once_or_in_turn(benchmarks, tmp_path, go):
+    """Each within its own limit, and all within that of the part; the worst status counts."""
+    Part = benchmarks.gpu.run.Part
+
+    def waits(name, seconds, limit=60, status=0):
+        code = f"import time; print(time.monotonic()); time.sleep({seconds})"
+        return Part(name, [sys.executable, "-c", f"{code}; raise SystemExit({status})"], limit)
+
+    def started(name):
+        return float((tmp_path / "out" / "parts" / f"{name}.log").read_text())
+
+    at_once = waits("a", 3), waits("b", 3), waits("c", 60, 1, 0)
+    in_turn = waits("d", 1), waits("e", 0, status=1), waits("f", 60), waits("g", 0)
+    parts = [
+        Part("at once", (), 60, parts=at_once),
+        Part("in turn", (), 6, parts=in_turn, in_turn=True),
+    ]
+    found = dict(statuses(go(parts)))
+    assert found["c"] == found["at once"] == found["in turn"] == "out of time"
+    assert [found[name] for name in "abdeg"] == ["done", "done", "done", "failed (1)", "no time"]
+    assert found["f"] in ("no more time", "out of time")
+    assert abs(started("a") - started("b")) < 3 and started("e") > started("d") + 1
 
 
 def test_the_commands_of_the_documents_are_understood(benchmarks, tmp_path, monkeypatch):

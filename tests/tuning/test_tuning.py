@@ -454,6 +454,42 @@ def test_a_choice_of_torchs_norm_takes_its_backward_too(file, monkeypatch):
         torch.testing.assert_close(x, y)
 
 
+def test_a_committed_run_decides_where_this_machine_has_not_measured(file, monkeypatch):
+    """By architecture, causality, grouped heads, head dim, and the nearest length in bfloat16."""
+    from fastformer.ops.attention import record
+
+    found = {(True, False, 64): {64: "torch (flash)", 512: "torch (cuDNN)"}}
+    found[True, True, 64] = {64: "torch (cuDNN)"}
+    monkeypatch.setattr(record, "FASTER", {"sm_90": found})
+    monkeypatch.setitem(OPERATIONS, OP, OPERATIONS[OP]._replace(faster=record._faster))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    on_a_gpu(monkeypatch)
+
+    def chosen(length=64, heads=2, groups=2, dim=64, dtype=torch.bfloat16, queries=None, **options):
+        q = torch.zeros(1, heads, queries or length, dim, dtype=dtype)
+        k = torch.zeros(1, groups, length, dim, dtype=dtype)
+        options = {"is_causal": True, "enable_gqa": groups != heads, **options}
+        return ff.explain(OP, q, k, k, **options).backend
+
+    assert [chosen(n) for n in (31, 32, 128, 181, 256, 1024, 1025)] == [
+        "triton", "torch (flash)", "torch (flash)", "triton", *["torch (cuDNN)"] * 2, "triton",
+    ]  # fmt: skip
+    assert chosen(groups=1) == "torch (cuDNN)" and chosen(512, groups=1) == "triton"
+    for other in (
+        dict(dtype=torch.float16), dict(is_causal=False), dict(dim=32), dict(queries=63),
+        dict(dropout_p=0.1), dict(key_lengths=torch.tensor([9])),
+    ):  # fmt: skip
+        assert chosen(**other) == "triton", other
+    causal = {n: torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16) for n in ("query", "key", "value")}
+    case = class_of(OP, **causal, is_causal=True)
+    measurements.write(file, HERE, {case: Entry("triton", {"triton": 1.0}, {})})
+    backends.measure_again()
+    assert chosen() == "triton"  # as this machine says
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    backends.measure_again()
+    assert chosen(512) == "triton"
+
+
 NOT_TORCHS = [
     ("layer_norm", dict(unbiased=True)),
     ("layer_norm", dict(input=torch.zeros(6, 16, dtype=torch.float16))),

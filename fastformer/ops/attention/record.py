@@ -12,6 +12,7 @@ from fastformer.description import Attention, beyond_torch, dims, unpack
 from fastformer.dispatch import backends, operation
 from fastformer.dispatch.operation import Alternative, Arguments, Operation
 from fastformer.ops.attention import contract, reference
+from fastformer.ops.attention.faster import FASTER
 from fastformer.ops.attention.joint import joint_reference
 
 _aten = torch.ops.aten
@@ -88,6 +89,21 @@ def _signature(arguments: Arguments) -> Hashable | None:
     return causal, query.dtype, query.stride(), *sizes
 
 
+def _faster(arguments: Arguments) -> str | None:
+    """Return the alternative that was faster in a committed run on this architecture: at the
+    measured length that is the nearest, at most a factor of 2 away.
+    """
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    if query.dtype != torch.bfloat16 or len({x.shape[2:] for x in (query, key, value)}) > 1:
+        return None
+    found = FASTER.get("sm_{}{}".format(*torch.cuda.get_device_capability(query.device)), {})
+    grouped = query.shape[1] != key.shape[1]
+    by_length = found.get((arguments["attention"].is_causal, grouped, query.shape[3]), {})
+    length = query.shape[2]
+    near = {max(n / length, length / n): name for n, name in by_length.items()}
+    return near[min(near)] if near and min(near) <= 2 else None
+
+
 backends.register(
     Operation(
         kernel="attention",
@@ -100,6 +116,7 @@ backends.register(
             "torch (efficient)": Alternative(_forward_by(_efficient)),
         },
         signature=_signature,
+        faster=_faster if FASTER else None,
         block=reference.attention_block,
         block_gradients=reference.attention_gradients,
         joint=joint_reference,

@@ -49,7 +49,8 @@ found = {f"{x.module} {x.__name__}": x for m in modules for x in vars(m).values(
 for name in sorted(found, reverse=sys.argv[1] == "last first"):
     if found[name].hash is None:
         hash_callees_first(found[name])
-print(*(f"{name} {found[name].cache_key}" for name in sorted(found)), sep="\n")
+for name in sorted(found):
+    print(name, found[name].cache_key)
 """
 
 

@@ -1,14 +1,14 @@
-"""Calls ops whose kernels start nothing: what is left is what a call costs on the host.
+"""Public calls whose kernels take no time: what is left is what a whole call costs on the host.
 
     python -m benchmarks.host_cost_worker CALLS ROUNDS
 
-Kernels are compiled for an H100, and a stand-in for the driver accepts their launches. The last
-line is a JSON object: for "OP MODE PROVIDER" the seconds of processor of that many calls, by round.
+Kernels are compiled for an H100, and a stand-in for the driver accepts their launches and starts
+nothing. The last line is a JSON object: for "OP MODE" the seconds of processor of that many calls,
+by round.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -16,140 +16,83 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from benchmarks import ROOT
-
-os.environ["TRITON_INTERPRET"] = "0"
-os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / ".cache" / "triton"))
+from typing import Any
 
 import torch
-from fastformer.kernels import feed_forward
-from fastformer.kernels.attention import launchers as attention
-from fastformer.kernels.launch import Launch
-from fastformer.kernels.layer_norm import launchers as layer_norm
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu import stand_in
-from fastformer.description import Attention, pack
+import fastformer as ff
+from benchmarks import ROOT
 
-BATCH, HEADS, LENGTH, DIM = 8, 8, 128, 64
-DROPOUT, SCALE = 0.1, DIM**-0.5
-
-
-class Calls(NamedTuple):
-    """The tensors of an op, a call of its forward, and one of its backward with what that saved."""
-
-    tensors: list[Tensor]
-    forward: Callable[[], Any]
-    backward: Callable[[Any], Any]
+OPS = ["attention", "attention, mask and dropout", "layer_norm", "dropout_add_layer_norm"]
+OPS += ["feed_forward", "cross_entropy"]
+MODES, P = ["forward", "forward+backward"], 0.1
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v as a projection leaves them, key lengths and a dropout seed."""
-    q, k, v = (
-        torch.randn(BATCH, LENGTH, HEADS, DIM, dtype=torch.bfloat16).transpose(1, 2)
-        for _ in range(3)
+def _torch_add(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(residual + F.dropout(x, P), w.shape, w, b)
+
+
+def _torch_feed_forward(x: Tensor, w_1: Tensor, b_1: Tensor, w_2: Tensor, b_2: Tensor) -> Tensor:
+    return F.linear(F.dropout(F.linear(x, w_1, b_1).relu(), P), w_2, b_2)
+
+
+def call(op: str, mode: str, ours: bool, device: torch.device) -> Callable[[], Any]:
+    """Return a call of a public function, or of torch's own, on operands that are small."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    q, k, v = (random(2, 128, 8, 64).transpose(1, 2) for _ in range(3))
+    x, residual, w, b, b_2 = random(16, 64), random(16, 64), random(64), random(64), random(64)
+    mask = torch.ones(2, 1, 1, 128, dtype=torch.bool, device=device)
+    target, attention = (
+        torch.zeros(16, dtype=torch.int64, device=device),
+        F.scaled_dot_product_attention,
     )
-    lengths = torch.full((BATCH,), LENGTH // 2, dtype=torch.int32)
-    return q, k, v, lengths, torch.zeros(1, dtype=torch.int64)
-
-
-def call_attention() -> Calls:
-    q, k, v, lengths, seed = inputs()
-    described = Attention(None, DROPOUT, False, SCALE, key_lengths=lengths, dropout_seed=seed)
-    options = pack([q, k, v, described])
-    gradient = torch.randn_like(attention.forward(*options, False)[0])
-    needs = [True, True, True, False, False]
-    return Calls(
-        [q, k, v, lengths, seed],
-        lambda: attention.forward(*options, False),
-        lambda saved: attention.backward(gradient, None, *options, *saved, needs),
-    )
-
-
-def call_layer_norm() -> Calls:
-    x = torch.randn(BATCH, DIM, dtype=torch.bfloat16)
-    weight, bias = torch.ones(DIM, dtype=x.dtype), torch.zeros(DIM, dtype=x.dtype)
-    options = x, (DIM,), weight, bias, 1e-5, False
-    return Calls(
-        [x, weight, bias],
-        lambda: layer_norm.forward(*options),
-        lambda saved: layer_norm.backward(x, *options, *saved[1:], [True] * 3),
-    )
-
-
-def call_feed_forward() -> Calls:
-    """Make the calls of the FFN. The forward is without torch's product; the backward has five of
-    them, which a CPU computes.
-    """
-    x = torch.randn(BATCH, DIM, dtype=torch.bfloat16)
-    w_1, b_1 = torch.randn(4 * DIM, DIM, dtype=x.dtype), torch.zeros(4 * DIM, dtype=x.dtype)
-    options = x, w_1, b_1, torch.randn(DIM, 4 * DIM, dtype=x.dtype), None, "gelu", 0.0, None, None
-    return Calls(
-        [x, w_1, b_1],
-        lambda: feed_forward.forward(*options),
-        lambda saved: feed_forward.backward(x, *options, saved[1], [True] * 4 + [False]),
-    )
-
-
-CALLS = {
-    "attention": call_attention,
-    "layer_norm": call_layer_norm,
-    "feed_forward": call_feed_forward,
-}
-
-
-def ours(op: str, mode: str) -> Callable[[], Any]:
-    """Make a call from the op's launcher in Python to Triton's launcher."""
-    _, forward, backward = CALLS[op]()
-    return forward if mode == "forward" else lambda: backward(forward())
-
-
-def stock(op: str, mode: str) -> Callable[[], Any]:
-    """Make the same call in a torch.library.custom_op, with each kernel started by Triton's own
-    `kernel[grid](...)`.
-    """
-    tensors, forward, backward = CALLS[op]()
-    remembered = Launch.__call__
-
-    @torch.library.custom_op(f"host_cost::{op}_forward", mutates_args=())
-    def run_forward(tensors: list[Tensor]) -> list[Tensor]:
-        return list(forward())
-
-    @torch.library.custom_op(f"host_cost::{op}_backward", mutates_args=())
-    def run_backward(tensors: list[Tensor], saved: list[Tensor]) -> list[Tensor]:
-        return list(backward(saved))
-
-    def call() -> None:
-        Launch.__call__ = Launch.through_triton  # type: ignore[method-assign]
-        try:
-            saved = run_forward(tensors)
-            if mode != "forward":
-                run_backward(tensors, saved)
-        finally:
-            Launch.__call__ = remembered  # type: ignore[method-assign]
-
-    return call
+    own, others, given = {
+        "attention": (ff.scaled_dot_product_attention, attention, (q, k, v)),
+        "attention, mask and dropout": (
+            ff.scaled_dot_product_attention, attention, (q, k, v, mask, P),
+        ),
+        "layer_norm": (ff.layer_norm, F.layer_norm, (x, (64,), w, b)),
+        "dropout_add_layer_norm": (
+            lambda *given: ff.dropout_add_layer_norm(*given, P)[0], _torch_add, (x, residual, w, b),
+        ),
+        "feed_forward": (
+            lambda *given: ff.feed_forward(*given, "relu", P), _torch_feed_forward,
+            (x, random(64, 64), b, random(64, 64), b_2),
+        ),
+        "cross_entropy": (ff.cross_entropy, F.cross_entropy, (x, target)),
+    }[op]  # fmt: skip
+    function: Callable[..., Tensor] = own if ours else others
+    if mode == "forward":
+        return torch.no_grad()(lambda: function(*given))
+    leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+    grad = torch.ones_like(function(*given))
+    return lambda: torch.autograd.grad(function(*given), leaves, grad)
 
 
 def main() -> None:
     calls, rounds = map(int, sys.argv[1:])
+    os.environ["TRITON_INTERPRET"] = "0"
+    os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / ".cache" / "triton"))
     torch.set_num_threads(1)
-    torch.nn.functional.linear = lambda x, w, b: x  # a launch is measured, no product
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
+    from benchmarks.gpu import stand_in
+
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder, ff.use_backend("triton"):
         stand_in.install(Path(folder))
-        modes, providers = ("forward", "forward+backward"), {"triton": ours, "stock": stock}
-        for op, mode, (provider, make) in itertools.product(CALLS, modes, providers.items()):
-            call = make(op, mode)
+        for op, mode in ((op, mode) for op in OPS for mode in MODES):
+            run = call(op, mode, True, torch.device("cpu"))
             for _ in range(min(100, calls)):
-                call()
-            found[f"{op} {mode} {provider}"] = samples = []
+                run()
+            samples = found[f"{op} {mode}"] = []
             for _ in range(rounds):
                 started = time.process_time()
                 for _ in range(calls):
-                    call()
+                    run()
                 samples.append(time.process_time() - started)
     print(json.dumps(found))
 

@@ -41,21 +41,6 @@ LEGEND = [
     "run; it exceeds 1 if the data fit a cache that the copy for BW does not fit",
     "by events: no CUDA graph could be captured, and the time includes that of the host",
 ]
-# docs/evidence.md shows the largest size of each of these families that has a figure of a kernel.
-HEADLINES = [
-    r"attention padding\+dropout d=64 ",
-    r"attention plain d=128 ",
-    r"attention causal d=64 ",
-    r"attention causal d=128 ",
-    r"attention of one query, 4096 MB, B=1, ",
-    r"layer_norm N=512 ",
-    r"dropout_add_layer_norm ",
-    r"feed_forward 512->2048 ",
-    r"linear_cross_entropy ",
-    r"nn.TransformerEncoder ",
-    r"BERT-base",
-    r"Transformer ",
-]
 START, END = "<!-- figures: python -m benchmarks.report --evidence -->", "<!-- end of figures -->"
 PICTURE = "figures/headline.png"  # beside the page
 UNMEASURED = (
@@ -161,16 +146,13 @@ def rivals(rows: Sequence[Row]) -> list[Row]:
     return found if any(row["provider"] in OURS for row in rows) else []
 
 
-def text(results: Results, ours: bool = False) -> list[str]:
-    """Return the table for a terminal, and what is to be said about it; with `ours` without the
-    rows of peers on a GPU.
-    """
+def text(results: Results) -> list[str]:
+    """Return the table for a terminal, and what is to be said about it."""
     lines = [" " * 34 + "".join(f"{title:>10s}" for title in COLUMNS)]
     for group, rows in results.groups().items():
         lines.append(group)
-        for row, (name, cells) in zip(rows, table(rows)):
-            if not ours or row["backend"] == "triton" or not row.get("gpu"):
-                lines.append(f"    {name:30s}" + "".join(f"{cell:>10s}" for cell in cells))
+        for name, cells in table(rows):
+            lines.append(f"    {name:30s}" + "".join(f"{cell:>10s}" for cell in cells))
     lines += ["", *dict.fromkeys(map(machine, results.rows))]
     lines += [f"roofline in {roofline}" for roofline in rooflines(results.rows)]
     lines += [f"absent: {name} ({why})" for name, why in sorted(results.absent.items())]
@@ -487,22 +469,25 @@ def mutation_line() -> str:
 
 def speed_block(results: Results) -> str:
     """Tabulate the speed of the kernels on a GPU, or say that it was not measured."""
-    shown = list(_headlines(results))
-    if not shown:
+    results = replace(results, rows=[row for row in results.rows if measured(row)])
+    lines = _ratios(results, ".")
+    if not lines:
         return UNMEASURED
-    kernels = [
-        [f"{row['group']}, {name}", *cells]
-        for rows in shown
-        for row, (name, cells) in zip(rows, table(rows))
-        if row["backend"] == "triton"
-    ]
-    lines = markdown_table(["measured on a GPU", *COLUMNS], kernels)
-    rows = [row for group in shown for row in group]
-    lines += [""] + [f"Measured on {place}." for place in dict.fromkeys(map(machine, rows))]
-    lines += [f"Roofline in {text}." for text in rooflines(rows)]
+    lines += [f"Measured on {place}." for place in dict.fromkeys(map(machine, results.rows))]
+    lines += [f"Ceilings in {text}." for text in rooflines(results.rows)]
     lines += [f"**Failed in this run**: `{test}`." for test in results.failed]
     family = headline_family(results)
     return "\n".join([f"![{family[0]}]({PICTURE})", "", *lines] if family else lines)
+
+
+def _ratios(results: Results, matching: str) -> list[str]:
+    """Tabulate our work, if its name matches, beside the best peer."""
+    rows = [
+        (name, ", ".join(f"{x.length}{x.ratio:.2f} ({x.peer})" for x in found))
+        for name, found in compared(results).items()
+        if re.search(matching, name)
+    ]
+    return [*markdown_table(["work", "the best peer's time / ours"], rows), ""] if rows else []
 
 
 def status_block(results: Results) -> str:
@@ -510,11 +495,7 @@ def status_block(results: Results) -> str:
     nothing was measured.
     """
     results = replace(results, rows=[row for row in results.rows if measured(row)])
-    rows = [
-        (name, ", ".join(f"{x.length}{x.ratio:.2f} ({x.peer})" for x in found))
-        for name, found in compared(results).items()
-        if re.search("backward|training", name) and not re.match("public|Gluon", name)
-    ]
+    rows = _ratios(results, "^(?!public|Gluon).*(backward|training)")
     if not rows:
         return (
             "**Status.** Speed on a GPU is **not measured** yet; with an H100 or H200, "
@@ -527,7 +508,7 @@ def status_block(results: Results) -> str:
         "and which peer that is ([all figures](docs/evidence.md)).",
         "",
     ]
-    return "\n".join(lines + markdown_table(["work", "the best peer's time / ours"], rows))
+    return "\n".join([*lines, *rows]).rstrip()
 
 
 TORCHS = {"cudnn": "torch (cuDNN)", "flash": "torch (flash)", "efficient": "torch (efficient)"}
@@ -560,19 +541,6 @@ def faster_table(runs: Iterable[Results]) -> str:
     return f"{head} = {{{table if lines else ''}}}\n"
 
 
-def _headlines(results: Results) -> Iterator[list[Row]]:
-    """Yield the largest size of each group of HEADLINES, forward and with the gradients."""
-    for headline in HEADLINES:
-        largest: dict[bool, list[Row]] = {}
-        for group, rows in results.groups().items():
-            kernels = [row for row in rows if measured(row) and row["backend"] == "triton"]
-            if kernels and re.match(headline, group):
-                previous = largest.setdefault("backward" in group, rows)
-                if _size(rows) > _size(previous):
-                    largest["backward" in group] = rows
-        yield from largest.values()
-
-
 def measured(row: Row) -> bool:
     """Whether the row was measured on a real GPU."""
     return row.get("gpu") not in (None, STAND_IN)
@@ -580,16 +548,11 @@ def measured(row: Row) -> bool:
 
 def headline_family(results: Results) -> tuple[str, list[Row]] | None:
     """Return the family that docs/evidence.md draws: the first one measured at several lengths."""
-    shown = {rows[0]["group"] for rows in _headlines(results)}
     for family, rows in results.families().items():
-        lengths = {row["length"] for row in rows}
-        if len(lengths) > 1 and shown & {row["group"] for row in rows}:
+        lengths = {row["length"] for row in rows if measured(row)}
+        if len(lengths) > 1 and any(row["backend"] == "triton" for row in rows):
             return family, rows
     return None
-
-
-def _size(rows: Sequence[Row]) -> float:
-    return max(row.get("length") or row.get("classes") or row.get("width") or 0 for row in rows)
 
 
 def with_figures(text: str, block: str) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -52,6 +53,9 @@ RESULTS = "results.json"
 KERNELS = ROOT / ".cache" / "gpu-kernels"
 BINARY_ONLY = {"TRITON_STORE_BINARY_ONLY": "1"}  # a fifth of the bytes, and all that is read
 CORES = os.cpu_count() or 1
+
+PYTEST = [sys.executable, "-m", "pytest", "--gpu", "-v", "-p", "no:cacheprovider"]
+PYTEST += ["-p", "benchmarks.gpu.journal"]
 
 Variables = Mapping[str, str]  # environment variables
 NONE: Variables = MappingProxyType({})
@@ -88,8 +92,7 @@ class Part:
 def tests(
     name: str, seconds: float, paths: str, matching: str = "", *options: str, **more: Any
 ) -> Part:
-    command = [sys.executable, "-m", "pytest", "--gpu", "-v", "-p", "benchmarks.gpu.journal"]
-    command += ["-p", "no:cacheprovider", "--matching", matching, *options, *paths.split()]
+    command = [*PYTEST, "--matching", matching, *options, *paths.split()]
     return Part(name, command, seconds, journal=True, **more)
 
 
@@ -106,26 +109,36 @@ def having(*parameters: str) -> str:
 
 
 def compiling(
-    parts: Iterable[Part], processes: int, *options: str, only: str = ".*", **more: Any
+    parts: Iterable[Part], processes: int, *options: str, only: str = "", **more: Any
 ) -> Part:
-    """Return a part that makes each call of the parts with a journal once, and times nothing.
+    """Return a part that makes each call of the parts once, and times nothing: all those with a
+    journal, which have the same choice about --all.
 
-    only: a regex of a parameter, in brackets in the ids of the tests.
+    only: a regex of a parameter, in brackets in the ids of the tests; by default all tests.
     """
     tested = list(_tested(parts))
-    command = [sys.executable, "-m", "pytest", "--gpu", "--all", "-v"]
-    command += ["-p", "benchmarks.gpu.journal", "-p", "no:cacheprovider", "--benchmark-disable"]
-    command += ["-n", str(processes), "--dist", "worksteal", *options]
-    command += ["--matching", f"(?=.*[[-]({only})[]-])({_union(tested)})"]
+    command = [
+        *PYTEST,
+        "--benchmark-disable",
+        "-n",
+        str(processes),
+        "--dist",
+        "worksteal",
+        *options,
+    ]
+    command += ["--all"] if "--all" in tested[0].command else []
+    found = (f"(?=^({'|'.join(_paths(x))}))(?=.*({_last(x, '--matching')}))" for x in tested)
+    command += ["--matching", (having(only) if only else "") + f"({'|'.join(found)})"]
     command += dict.fromkeys(path for part in tested for path in _paths(part))
     return Part("prepare", command, **more)
 
 
 def _tested(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield the processes of parts that have a journal, but what compiles."""
     for part in parts:
-        if not part.journal:
+        if part.parts:
             yield from _tested(part.parts)
-        elif not part.stand_in:
+        elif part.journal and not part.stand_in:
             yield part
 
 
@@ -133,13 +146,9 @@ def _paths(part: Part) -> list[str]:
     return [word for word in part.command if word.startswith(("tests", "benchmarks/"))]
 
 
-def _union(parts: Iterable[Part]) -> str:
-    """Return a regex for the ids of the tests of all these parts."""
-    found = []
-    for part in parts:
-        matching = part.command[part.command.index("--matching") + 1]
-        found.append(f"(?=^({'|'.join(_paths(part))}))(?=.*({matching}))")
-    return "|".join(found)
+def _last(part: Part, option: str) -> str:
+    *_, value = (y for x, y in zip(part.command, part.command[1:]) if x == option)
+    return value
 
 
 COMMAND = [sys.executable, "-m", "fastformer"]
@@ -216,42 +225,26 @@ def on_gpu(processes: int = CORES) -> dict[str, list[Part]]:
     """Return the parts by group, the most important first. A group fits into ten minutes, and
     `headline` into six. processes: how many compile.
     """
-    compiles = dict(silence=150.0)
-    copy_task = ["copy-task", "--json", "FOLDER/copy_task.json"]
     rest = [
-        figures("epoch", 80, "transformer", "epoch.*" + having("128|256|512", EPOCH)),
-        figures("decode", 60, "decode", having("256MB|4096MB", "B1|B64", "4heads", ON_CACHES)),
-        figures(
-            "model", 60, "transformer", "^(?!.*epoch)" + having("512|2048", "torch|auto")
-        ),
-        figures(
-            "feed-forward", 80, "feed_forward", having("256|8192", "512-2048|1024-4096", PEERS)
-        ),
-        figures("wide-norms", 60, "layer_norm", "widths.*" + having("4096", ".*layer_norm", PEERS)),
-        figures("divergence", 30, "cross_entropy", having("32768", "linear_kl_div", PEERS)),
-        figures("drop-in", 60, "transformers", having("GPT-2", "512", "torch|auto")),
-        Part("copy-task", [*COMMAND, *copy_task], 60),
-        figures("first-call", 120, "first_call host_cost", "^(?!.*public_call)", **compiles),
-        figures("more-attention", 90, "attention", having("512|4096", MORE_CASES, PEERS)),
-        figures(
-            "more-flex", 90, "attention", having("4096", FLEX_CASES, "flex"), "--slow", **compiles
-        ),
-        figures(
-            "more-decode", 90, "decode", having("16MB|1024MB", "B1|B8", "(1|16)heads", ON_CACHES)
-        ),
-        figures(
-            "flex-decode", 60, "decode", having("256MB|1024MB", "B1|B64", "4heads", "flex"),
-            "--slow", **compiles,
-        ),
-        figures("generation", 120, "decode", "generation.*" + having("64|256|1024|4096")),
-        figures("compiled-model", 150, "transformer", having("512", "compile"), **compiles),
-        figures(
-            "compiled-epoch", 150, "transformer", "epoch.*" + having("128|256", "compile"),
-            **compiles,
-        ),
-        figures("embedding", 30, "embedding", having("512|4096")),
-        figures("batch-invariance", 60, "batch_invariance"),
-    ]  # fmt: skip
+        ("epoch", 80, "transformer", "epoch.*" + having("128|256|512", EPOCH)),
+        ("decode", 60, "decode", having("256MB|4096MB", "B1|B64", "4heads", ON_CACHES)),
+        ("model", 60, "transformer", "^(?!.*epoch)" + having("512|2048", "torch|auto")),
+        ("feed-forward", 80, "feed_forward", having("256|8192", "512-2048|1024-4096", PEERS)),
+        ("wide-norms", 60, "layer_norm", "widths.*" + having("4096", ".*layer_norm", PEERS)),
+        ("divergence", 30, "cross_entropy", having("32768", "linear_kl_div", PEERS)),
+        ("drop-in", 60, "transformers", having("GPT-2", "512", "torch|auto")),
+        ("first-call", 120, "first_call"),
+        ("more-attention", 90, "attention", having("512|4096", MORE_CASES, PEERS)),
+        ("more-flex", 90, "attention", having("4096", FLEX_CASES, "flex"), "--slow"),
+        ("more-decode", 90, "decode", having("16MB|1024MB", "B1|B8", "(1|16)heads", ON_CACHES)),
+        ("flex-decode", 60, "decode", having("256MB", "B1|B64", "4heads", "flex"), "--slow"),
+        ("generation", 120, "decode", "generation.*" + having("64|256|1024|4096")),
+        ("compiled-model", 150, "transformer", having("512", "compile")),
+        ("compiled-epoch", 150, "transformer", "epoch.*" + having("128|256", "compile")),
+        ("embedding", 30, "embedding", having("512|4096")),
+        ("batch-invariance", 60, "batch_invariance"),
+    ]
+    copy_task = [*COMMAND, "copy-task", "--json", "FOLDER/copy_task.json"]
     attention = r"^scaled_dot_product_attention bfloat16 .* backward$"
     gluon = [*COMMAND, "tune", "--minutes", "4", "--out", "FOLDER/gluon.json"]
     gluon += ["--only", attention, "--candidates", "@|torch"]
@@ -264,7 +257,10 @@ def on_gpu(processes: int = CORES) -> dict[str, list[Part]]:
             Part("tune", tune, 330, silence=200.0),
         ],
         "tests": [tests("kernel-tests", 560, "tests").split(shards)],
-        "rest": rest,
+        "rest": [
+            *(figures(*row, silence=150.0) for row in rest),
+            Part("copy-task", copy_task, 60),
+        ],
     }
 
 
@@ -307,9 +303,9 @@ class Run:
 
     def go(self, parts: Sequence[Part], seconds: float) -> None:
         """Run the unfinished parts in turn, until the time is up."""
-        deadline = time.monotonic() + seconds
+        self.deadline = time.monotonic() + seconds
         for part in parts:
-            self.run(part, deadline, threading.Event())
+            self.run(part, self.deadline, threading.Event())
 
     def run(self, part: Part, deadline: float, stop: threading.Event) -> str:
         """Run a part that is not finished, and return its status."""
@@ -326,7 +322,7 @@ class Run:
         end = started + min(part.seconds, left)
         try:
             status = self.run_all(part, end, stop) if part.parts else self.follow(part, end, stop)
-            if status == "out of time" and left < part.seconds:
+            if status == "out of time" and time.monotonic() > self.deadline:
                 status = "no more time"
         finally:
             if status in ("cut", "no more time"):
@@ -472,13 +468,16 @@ def prepare(folder: Path, parts: Sequence[Part], version: str | None, processes:
     with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
         run = Run(Path(base), {**cache(folder), **BINARY_ONLY}, packages)
         options: dict[str, Any] = dict(journal=True, stand_in=True, silence=600.0)
-        run.go([compiling(parts, processes, seconds=1e6, **options)], 1e6)
-        data = run.save()
+        for name in ("figures", "tests"):  # only the first have --all
+            mine = [x for x in _tested(parts) if ("--all" in x.command) == (name == "figures")]
+            if mine:
+                part = compiling(mine, processes, seconds=1e6, **options)
+                run.go([replace(part, name=f"prepare {name}")], math.inf)
+        data, count = run.save(), device.kernels(run.driver)
     for test in data["failed"]:
         print(f"needs results, or fails: {test}")  # nothing is computed here
-    (part,) = data["parts"]
-    print(f"{part['kernels']} kernels; {folder} holds {len(list(folder.glob('*/__grp__*.json')))}")
-    return 0 if part["status"] in ENDED else 1
+    print(f"{count} kernels; {folder} holds {len(list(folder.glob('*/__grp__*.json')))}")
+    return 0 if all(one["status"] in ENDED for one in data["parts"]) else 1
 
 
 def _status(data: dict[str, Any]) -> int:

@@ -109,8 +109,9 @@ def test_report_writes_tables_and_pictures(benchmarks, results, tmp_path):
 def test_the_evidence_says_what_is_measured_and_what_is_not(benchmarks, results):
     report = benchmarks.report
     text = report.evidence_block(results)
-    assert "| attention causal d=64 S=2048 forward, triton | 16 | 0.5 |" in text
-    assert "S=512" not in text and "Measured on Imaginary 1, driver 1.0" in text
+    ratios = "S=512 2.00 (cudnn), S=1024 2.00 (cudnn), S=2048 2.00 (cudnn)"
+    assert f"| attention causal d=64 forward, triton | {ratios} |" in text
+    assert "Measured on Imaginary 1, driver 1.0" in text and "P = 10 TFLOP/s" in text
     assert f"![attention causal d=64 forward]({report.PICTURE})" in text
     page = report.with_figures(f"before\n{report.START}\nold\n{report.END}\nafter\n", text)
     assert page == f"before\n{report.START}\n{text}\n{report.END}\nafter\n"
@@ -121,7 +122,6 @@ def test_the_evidence_says_what_is_measured_and_what_is_not(benchmarks, results)
         one["group"] = one["group"].replace("forward", "forward+backward")
     status = report.status_block(results)
     assert "Measured on Imaginary 1, driver 1.0" in status
-    ratios = "S=512 2.00 (cudnn), S=1024 2.00 (cudnn), S=2048 2.00 (cudnn)"
     assert f"| attention causal d=64 forward+backward, triton | {ratios} |" in status
 
     for one in results.rows:
@@ -523,14 +523,14 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
         "bert": ("torch", "compile"), "rows": ("torch", "compile"), "gluon dq": (),
         "more-attention": ("torch", "cudnn", "flash", "efficient"),
     }.items():  # fmt: skip
-        assert all(any(re.search(rf"[[-]{x}[]-]", i) for i in found[part]) for x in peers), part
+        assert all(any(re.search(rf"[\[-]{x}[\]-]", i) for i in found[part]) for x in peers), part
     first = headline(benchmarks)
     prepare, peers = (part.command for part in first[:2])
     measured = [i for part in leaves(first[2:]) for i in found[part.name]]
     matching = prepare[prepare.index("--matching") + 1]
     assert sorted(i for i in ids if re.search(matching, i)) == sorted(measured)
     matching = peers[peers.index("--matching") + 1]
-    compiled = [i for i in measured if re.search("[[-](flex|compile|reduce-overhead)[]-]", i)]
+    compiled = [i for i in measured if re.search(r"[\[-](flex|compile|reduce-overhead)[\]-]", i)]
     assert sorted(i for i in ids if re.search(matching, i)) == sorted(compiled)
 
 
@@ -560,8 +560,9 @@ def test_the_headline_takes_six_minutes_at_most(benchmarks):
     assert prepare.stand_in and prepare.command[prepare.command.index("-n") + 1] == "16"
 
 
-def test_parts_of_a_part_run_at_once_or_in_turn(benchmarks, tmp_path, go):
+def test_parts_of_a_part_run_at_once_or_in_turn(benchmarks, tmp_path, monkeypatch, go):
     """Each within its own limit, and all within that of the part; the worst status counts."""
+    monkeypatch.setattr(benchmarks.gpu.run, "LEAST_SECONDS", 0.1)
     Part = benchmarks.gpu.run.Part
 
     def waits(name, seconds, limit=60, status=0):
@@ -575,12 +576,11 @@ def test_parts_of_a_part_run_at_once_or_in_turn(benchmarks, tmp_path, go):
     in_turn = waits("d", 1), waits("e", 0, status=1), waits("f", 60), waits("g", 0)
     parts = [
         Part("at once", (), 60, parts=at_once),
-        Part("in turn", (), 6, parts=in_turn, in_turn=True),
+        Part("in turn", (), 8, parts=in_turn, in_turn=True),
     ]
     found = dict(statuses(go(parts)))
-    assert found["c"] == found["at once"] == found["in turn"] == "out of time"
+    assert found["c"] == found["at once"] == found["in turn"] == found["f"] == "out of time"
     assert [found[name] for name in "abdeg"] == ["done", "done", "done", "failed (1)", "no time"]
-    assert found["f"] in ("no more time", "out of time")
     assert abs(started("a") - started("b")) < 3 and started("e") > started("d") + 1
 
 
@@ -589,8 +589,8 @@ def test_the_commands_of_the_documents_are_understood(benchmarks, tmp_path, monk
     gpu, commands = benchmarks.gpu.run, []
     for name in ("README.md", "docs/first_run.md", "docs/benchmarks.md"):
         text = (ROOT / name).read_text()
-        commands += re.findall(r"python -m benchmarks\.gpu( [^\n`]*)", text)
+        commands += re.findall(r"python -m benchmarks\.gpu(\s[^`]*?)(?:\n\w|`|  )", text)
     for words in [*commands, *re.findall(r"benchmarks\.gpu( .*?)(?:   |\n)", gpu.__doc__)]:
         options = gpu._parser().parse_args(words.partition("   ")[0].split())
         assert gpu.chosen(gpu.on_gpu(), options.only)
-    assert len(commands) > 6
+    assert len(commands) > 2

@@ -312,11 +312,10 @@ class Run:
         left, started = deadline - time.monotonic(), time.monotonic()
         one = self.done.setdefault(part.name, dict(part=part.name, status="no time", seconds=0))
         if one["status"] in ENDED or left < LEAST_SECONDS:
-            print(f"{part.name:24} {one['status']}", flush=True)
-            return str(one["status"])
+            return _told(one)
         if part.stand_in and (reason := stand_in.obstacle()):
             one["status"] = f"left out: {reason}"
-            return str(one["status"])
+            return _told(one)
         before, one["status"], status = one["seconds"], "running", "cut"
         self.save()
         end = started + min(part.seconds, left)
@@ -327,14 +326,12 @@ class Run:
         finally:
             if status in ("cut", "no more time"):
                 self.forget_the_last(part.name)
-            took = time.monotonic() - started
-            one.update(status=status, seconds=round(before + took, 1))
+            took = before + time.monotonic() - started
+            one.update(status=status, seconds=round(took, 1))
             if part.stand_in:
                 one["kernels"] = device.kernels(self.driver)
             self.save()
-        count = f", {one['kernels']} kernels" if "kernels" in one else ""
-        print(f"{part.name:24} {status:24} {took:6.1f} s{count}", flush=True)
-        return status
+        return _told(one)
 
     def run_all(self, part: Part, end: float, stop: threading.Event) -> str:
         """Run the parts of a part. Return the worst of their statuses."""
@@ -432,6 +429,13 @@ class Run:
                 text += "".join(f"- {one['part']}: {one['status']}\n" for one in cut)
                 _write(self.out / "report.md", report.markdown(results) + text)
         return {**rest, "rows": results.rows}
+
+
+def _told(one: Mapping[str, Any]) -> str:
+    """Print what became of a part, and return its status."""
+    count = f", {one['kernels']} kernels" if "kernels" in one else ""
+    print(f"{one['part']:24} {one['status']:24} {one['seconds']:6.1f} s{count}", flush=True)
+    return str(one["status"])
 
 
 def _size(path: Path) -> int:

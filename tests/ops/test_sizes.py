@@ -129,23 +129,23 @@ def test_decoding(against_oracle, random, device, d):
 
 @EVERY_DTYPE
 def test_norms(against_oracle, random):
-    _check_norms(against_oracle, random, WIDTH)
+    _check_norms(against_oracle, random, ROWS, WIDTH)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [8 * WIDTH, 32 * WIDTH])
 def test_wide_norms(against_oracle, random, width):
-    _check_norms(against_oracle, random, width)
+    _check_norms(against_oracle, random, ROWS * WIDTH // width, width)
 
 
-def _check_norms(against_oracle, random, width):
-    tensors = {"input": random(ROWS, width), "weight": random(width)}
+def _check_norms(against_oracle, random, rows, width):
+    tensors = {"input": random(rows, width), "weight": random(width)}
     against_oracle(ff.rms_norm, tensors, normalized_shape=width)
-    added = tensors | {"residual": random(ROWS, width)}
+    added = tensors | {"residual": random(rows, width)}
     against_oracle(_both_of_rms, added, dropout_p=0.1, dropout_seed=SEED)
     tensors["bias"] = random(width)
     against_oracle(ff.layer_norm, tensors, normalized_shape=width)
-    tensors["residual"] = random(ROWS, width)
+    tensors["residual"] = random(rows, width)
     against_oracle(_both, tensors, dropout_p=0.1, dropout_seed=SEED)
 
 

@@ -109,7 +109,9 @@ def test_report_writes_tables_and_pictures(benchmarks, results, tmp_path):
 def test_the_evidence_says_what_is_measured_and_what_is_not(benchmarks, results):
     report = benchmarks.report
     text = report.evidence_block(results)
-    ratios = "S=512 2.00 (cudnn), S=1024 2.00 (cudnn), S=2048 2.00 (cudnn)"
+    ratios = (
+        "S=512 1 ms 2.00 x cudnn 20%, S=1024 4 ms 2.00 x cudnn 10%, S=2048 16 ms 2.00 x cudnn 5%"
+    )
     assert f"| attention causal d=64 forward, triton | {ratios} |" in text
     assert "Measured on Imaginary 1, driver 1.0" in text and "P = 10 TFLOP/s" in text
     assert f"![attention causal d=64 forward]({report.PICTURE})" in text
@@ -218,10 +220,12 @@ def test_the_summary_compares_with_the_best_peer_of_the_same_work(benchmarks):
     lines = report.summary(report.Results(rows, {}, {"test_it": "it failed\nbadly"}))
     work = re.sub(",? S={}", "", group)
     (found,) = (x for x in lines if x.startswith(work))
-    assert "S=128 1.50 efficient" in found and "S=256 0.75 efficient" in found
+    assert "S=128 2 ms 1.50 x efficient" in found and "S=256 4 ms 0.75 x efficient" in found
     steps = [x for x in lines if x.startswith("nn.TransformerEncoder, padding 25%, training")]
-    assert "in a CUDA graph" in steps[0] and "2.00 reduce-overhead" in steps[0]
-    assert "without one" in steps[1] and "4.00 reduce-overhead" in steps[1] and len(steps) == 2
+    assert "in a CUDA graph" in steps[0] and "1 ms 2.00 x reduce-overhead" in steps[0]
+    assert (
+        "without one" in steps[1] and "2 ms 4.00 x reduce-overhead" in steps[1] and len(steps) == 2
+    )
     assert "Gluon dq: at best 1.20 x shipped: it stays" in lines
     assert "Gluon forward: at best 1.10 x shipped: it goes" in lines
     assert lines[-1] == "FAILED test_it: it failed"

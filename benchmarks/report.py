@@ -251,15 +251,23 @@ def machine(row: Row) -> str:
 
 
 def rooflines(rows: Iterable[Row]) -> list[str]:
-    """Describe P and BW of each machine and dtype."""
-    return list(
-        dict.fromkeys(
-            f"{row['dtype']}{_threads(row)}: P = {row['roof_tflops']:.3g} TFLOP/s, "
-            f"BW = {_cell(row['roof_gb_per_s'])} GB/s"
-            for row in rows
-            if "roof_tflops" in row
-        )
-    )
+    """Describe P and BW of each dtype: from the least to the most, if several processes have
+    measured them.
+    """
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if "roof_tflops" in row:
+            found.setdefault(f"{row['dtype']}{_threads(row)}", []).append(row)
+    return [
+        f"{name}: P = {_span(mine, 'roof_tflops')} TFLOP/s, "
+        f"BW = {_span(mine, 'roof_gb_per_s')} GB/s"
+        for name, mine in found.items()
+    ]
+
+
+def _span(rows: Sequence[Row], name: str) -> str:
+    ends = (_cell(end(row[name] for row in rows)) for end in (min, max))
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _threads(row: Row) -> str:

@@ -191,7 +191,7 @@ def headline(processes: int) -> list[Part]:
     measured = [
         brief("attention", 40, "attention", attention + having(rivals), "--brief"),
         brief(
-            "long", 40, "attention",
+            "long", 45, "attention",
             having("1024|4096|16384", grouped, "cudnn|flash|triton"), "--brief",
         ),
         brief(
@@ -208,7 +208,7 @@ def headline(processes: int) -> list[Part]:
             having("BERT-base", "128|512", "torch|compile|accelerate"), "--brief",
         ),
         brief("rows", 25, "layer_norm cross_entropy", f"{rows}|{losses}", "--brief"),
-        gluon.split(kernels, in_turn=True, seconds=55),
+        gluon.split(kernels, in_turn=True, seconds=50),
     ]  # fmt: skip
     every = [correctness, *measured]
     prepare = compiling(every, processes, seconds=40, journal=True, stand_in=True)

@@ -41,6 +41,6 @@ def test_public_call(measure, benchmark, device, op, mode, provider):
             for _ in range(AT_ONCE):
                 run()
             samples.append((time.perf_counter() - started) * CALLS / AT_ONCE)
-    group = f"public call of {op} {mode}, host"
+    group = f"public call of {op} {mode}, host, {CALLS} calls"
     backend = None if provider == "torch" else "triton"
     measure(samples=samples, group=group, backend=backend, dtype="bfloat16")

@@ -3,9 +3,10 @@
 `auto` and the other backends are "fastformer"; `torch` is "sdpa", `eager` is "eager", and
 `flash-attn`, on a GPU, is "flash_attention_2". They share one model and its weights, and differ in
 the attention and in the masks that transformers makes for it. `compile`, on a GPU, is torch.compile
-of "sdpa", and `accelerate` is a copy after `accelerate(model)`, with our norms and feed-forward
-layers as well. Before the timing they are compared in evaluation, at the tokens that are no
-padding. The weights are float32; on a GPU the steps run under autocast to bfloat16.
+of "sdpa", and `accelerate` is a copy with "fastformer" after `accelerate(model)`, which has our
+norms and feed-forward layers as well. Before the timing they are compared in evaluation, at the
+tokens that are no padding. The weights are float32; on a GPU the steps run under autocast to
+bfloat16.
 
 The batch of BERT has padding: the lengths are spread evenly from S/2 to S. That of GPT-2 has none,
 so that sdpa runs torch's causal kernel. Dropout is 0.1, the default of the models. A CPU runs one
@@ -23,8 +24,8 @@ import torch
 import fastformer as ff
 from benchmarks.peers import BACKENDS, GPU, available, backend_of, backend_taken, check_agreement
 
-NAMES = {"torch": "sdpa", "eager": "eager", "flash-attn": "flash_attention_2"}
-PEERS = available(*NAMES, "compile")
+NAMES = {"torch": "sdpa", "compile": "sdpa", "eager": "eager", "flash-attn": "flash_attention_2"}
+PEERS = available(*NAMES)
 LENGTHS = [128, 256, 512, 1024] if GPU else [128, 512]
 SHORT = 128  # on a CPU the lengths end here, without --slow
 D_MODEL, HEADS, P = 768, 12, 0.1
@@ -56,6 +57,7 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
     ff.register_transformers()
     if provider == "accelerate":
         ff.accelerate(accelerated := copy.deepcopy(model))
+        accelerated.set_attn_implementation("fastformer")
     elif provider == "compile":
         compiled = torch.compile(model, dynamic=False)
     tokens = torch.randint(0, VOCAB, (batch, length), device=device)
@@ -67,28 +69,31 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
     kept = torch.arange(length, device=device) < lengths[:, None]
     grad = torch.randn(batch, length, D_MODEL, device=device) * kept.unsqueeze(2)
 
-    def run(who):
-        called = {"accelerate": accelerated, "compile": compiled}.get(who, model)
-        if called is model:
-            model.set_attn_implementation(NAMES.get(who, "fastformer"))
+    called = compiled if provider == "compile" else accelerated
+
+    def run(who, called):
         with backend_of(who), torch.autocast(device.type, dtype, enabled=GPU):
             return called(**given).last_hidden_state
 
-    def step(who):
-        (accelerated if who == "accelerate" else model).zero_grad()
-        run(who).backward(grad)
+    def step():
+        called.zero_grad()
+        run(provider, called).backward(grad)
 
     model.eval(), accelerated.eval()
     with torch.no_grad():
-        expected, actual = run("torch")[kept], run("torch" if provider == "compile" else provider)
-    check_agreement(provider, actual[kept], expected, 50 * torch.finfo(dtype).eps)
+        model.set_attn_implementation("sdpa")
+        expected = run("torch", model)[kept]
+        if accelerated is model:
+            model.set_attn_implementation(NAMES.get(provider, "fastformer"))
+        actual = run(provider, accelerated)[kept]
+    check_agreement(provider, actual, expected, 50 * torch.finfo(dtype).eps)
     model.train(), accelerated.train()
 
     valid = int(lengths.sum())
     weights = layers * 12 * D_MODEL**2
     pairs = valid * length if name == "BERT-base" else batch * length**2 / 2
     measure(
-        lambda: step(provider),
+        step,
         group=f"{name}, {layers} layers, S={length}, a training step",
         backend=backend_taken("auto" if provider == "accelerate" else provider, device),
         flops=3 * 2 * weights * batch * length + 3.5 * 4 * layers * pairs * D_MODEL,

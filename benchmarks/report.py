@@ -69,18 +69,21 @@ class Results:
     def groups(self) -> dict[str, list[Row]]:
         """Group the rows by the work, and by the GPU if there are several."""
         groups: dict[str, list[Row]] = {}
-        several = len({row.get("gpu") for row in self.rows}) > 1
         for row in self.rows:
-            place = f" on {row.get('gpu') or 'a CPU'}" if several else ""
-            groups.setdefault(row["group"] + place, []).append(row)
+            groups.setdefault(row["group"] + self.place(row), []).append(row)
         return groups
+
+    def place(self, row: Row) -> str:
+        """Return the words that tell a row from those of other GPUs, if there are any."""
+        several = any(x.get("gpu") != row.get("gpu") for x in self.rows)
+        return f" on {row.get('gpu') or 'a CPU'}" if several else ""
 
     def families(self) -> dict[str, list[Row]]:
         """Group the rows that differ only in length and provider."""
         families: dict[str, list[Row]] = {}
-        for row in self.rows:
-            if "length" in row:
-                families.setdefault(re.sub(r" S=\d+", "", row["group"]), []).append(row)
+        for group, rows in self.groups().items():
+            if "length" in rows[0]:
+                families.setdefault(re.sub(r" S=\d+", "", group), []).extend(rows)
         return families
 
 
@@ -176,6 +179,7 @@ class Compared(NamedTuple):
 
 
 STEPS = r"nn.TransformerEncoder|BERT|GPT"  # whole models, which also run without CUDA graphs
+OWN_GRAPHS = "reduce-overhead"  # its CUDA graphs are torch.compile's
 SUMMARY_LINES = 60
 LEGEND_OF_RATIOS = (
     "our time, how often that fits into the best peer's, and our share of the ceiling"
@@ -185,38 +189,57 @@ LEGEND_OF_RATIOS = (
 def compared(results: Results) -> dict[str, list[Compared]]:
     """Return for each piece of work of ours the comparisons with the best peer, by length."""
     found: dict[str, list[Compared]] = {}
+    works = {group: re.sub(r",? S=\d+", "", group) for group in results.groups()}
+    ours: dict[str, set[str]] = {}
     for group, rows in results.groups().items():
-        length = re.search(r"S=\d+", group)
-        own = [x for x in rows if x["provider"] in OURS and x["provider"] != "reference"]
-        for row in own:
+        own = {x["provider"] for x in rows if x["provider"] in OURS} - {"reference"}
+        ours.setdefault(works[group], set()).update(own)
+    for group, rows in results.groups().items():
+        length, work = re.search(r"S=\d+", group), works[group]
+        for row in (x for x in rows if x["provider"] in ours[work]):
+            name = work + f", {row['provider']}" * (len(ours[work]) > 1)
             clocks = {"": "ms"}
             if re.match(STEPS, group):
                 clocks = {", in a CUDA graph": "ms", ", without one": "wall_ms"}
-            name = re.sub(r",? S=\d+", "", group) + f", {row['provider']}" * (len(own) > 1)
-            for clock, field_name in clocks.items():
-                peers = [one for one in rivals(rows) if field_name in one]
-                if peers and field_name in row:
-                    best = min(peers, key=lambda one: one[field_name])
-                    one = Compared(
-                        length[0] + " " if length else "", row[field_name],
-                        best[field_name] / row[field_name], best["provider"],
-                        row.get("of_roof") if field_name == "ms" else None,
-                    )  # fmt: skip
-                    found.setdefault(name + clock, []).append(one)
+            for clock, figure in clocks.items():
+                able = [x for x in [row, *rivals(rows)] if figure in x]
+                if "graph" in clock:
+                    able = [x for x in able if _is_captured(x) or x["provider"] == OWN_GRAPHS]
+                if row not in able or len(able) == 1:
+                    continue
+                best = min(able[1:], key=lambda x: x[figure])
+                events = figure == "ms" and not (_is_captured(row) and _is_captured(best))
+                one = Compared(
+                    length[0] + " " if length else "", row[figure], best[figure] / row[figure],
+                    best["provider"] + ", by events" * (events and clock == ""),
+                    row.get("of_roof") if figure == "ms" else None,
+                )  # fmt: skip
+                found.setdefault(name + clock, []).append(one)
     return found
+
+
+def _is_captured(row: Row) -> bool:
+    return row.get("device_timer", CAPTURED) == CAPTURED
 
 
 def summary(results: Results) -> list[str]:
     """Return at most SUMMARY_LINES lines: ours beside the best peer, the ceilings, the failures."""
-    lines = [*dict.fromkeys(map(machine, results.rows))]
-    lines += [f"ceilings in {roofline}" for roofline in rooflines(results.rows)]
-    lines += [f"{LEGEND_OF_RATIOS}:"]
-    lines += [f"{name:58s} " + "   ".join(map(str, x)) for name, x in compared(results).items()]
-    lines += gluon_verdicts(results)
+    head = [*dict.fromkeys(map(machine, results.rows))]
+    head += [f"ceilings in {roofline}" for roofline in rooflines(results.rows)]
+    head += [f"{LEGEND_OF_RATIOS}:"]
+    lines = [f"{name:58s} " + "   ".join(map(str, x)) for name, x in compared(results).items()]
     failed = [f"FAILED {test}: {why.splitlines()[0]}" for test, why in results.failed.items()]
-    if len(failed) > (room := max(3, SUMMARY_LINES - len(lines))):
-        failed[room - 1 :] = [f"FAILED: {len(failed) - room + 1} more, in results.json"]
-    return (lines + failed)[-SUMMARY_LINES:]
+    verdicts = gluon_verdicts(results)
+    failed = _cut(failed, max(5, SUMMARY_LINES - len(head) - len(lines) - len(verdicts)))
+    lines = _cut(lines, SUMMARY_LINES - len(head) - len(verdicts) - len(failed))
+    return head + lines + verdicts + failed
+
+
+def _cut(lines: list[str], most: int) -> list[str]:
+    """Return at most so many lines; the last one says how many are left out."""
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], f"and {len(lines) - most + 1} more, in results.json"]
 
 
 LEAST_GAIN = 1.15  # of a kernel in Gluon over the shipped one, at 1024 or 4096 tokens: else it goes
@@ -548,9 +571,9 @@ def faster_table(runs: Iterable[Results]) -> str:
     for architecture, by_call in sorted(found.items()):
         of_calls = []
         for key, by_length in sorted(by_call.items()):
-            agreed = {n: min(names) for n, names in sorted(by_length.items()) if len(names) == 1}
-            shown = ", ".join(f'{n}: "{name}"' for n, name in agreed.items() if name)
-            of_calls += [f"        {key}: {{{shown}}},"] if shown else []
+            sole = {n: min(x) if len(x) == 1 else "" for n, x in sorted(by_length.items())}
+            shown = ", ".join(f'{n}: "{name}"' for n, name in sole.items())
+            of_calls += [f"        {key}: {{{shown}}},"] if any(sole.values()) else []
         lines += [f'    "{architecture}": {{', *of_calls, "    },"] if of_calls else []
     head, table = FASTER.read_text().partition(" = ")[0], "\n".join(["", *lines, ""])
     return f"{head} = {{{table if lines else ''}}}\n"

@@ -22,6 +22,7 @@ architecture; Triton compiles anew what it does not find.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -68,7 +69,8 @@ class Part:
     FOLDER in a word of the command is replaced by the folder of the run. A part with a journal runs
     again after a crash, and continues after the test that crashed. A part may consist of other
     `parts`, which run at once or `in_turn`, each within its own limit, in the limit of all.
-    `stand_in`: whether it runs over the stand-in, to compile kernels.
+    `stand_in`: whether it runs over the stand-in, to compile kernels. `again`: whether it goes on
+    after a crash.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Part:
     parts: tuple[Part, ...] = ()
     in_turn: bool = False
     stand_in: bool = False
+    again: bool = True
 
     def split(self, options: Mapping[str, Sequence[str]], **more: Any) -> Part:
         """Return a part of parts that have this command with further options, by name."""
@@ -183,9 +186,10 @@ def headline(processes: int) -> list[Part]:
     sizes = tests("correctness", 60, "tests/ops/test_sizes.py", "", "--all", silence=25.0)
     correctness = sizes.split({name: ["--matching", one] for name, one in FAMILIES.items()})
     attention = having(r"forward\+backward", trained, lengths)
+    bert, compiled = having("BERT-base", "128|512"), having("compile|reduce-overhead")
     rows = "widths.*" + having("512", "(dropout_add_)?layer_norm", PEERS)
     losses = "linear.*" + having("32768", "linear_cross_entropy", PEERS)
-    gluon = figures("gluon", 40, "gluon", "", "--brief", silence=25.0)
+    gluon = figures("gluon", 40, "gluon", "", "--brief", silence=12.0, again=False)
     kernels = {name: ["--matching", having(name)] for name in ("forward", "dkdv", "dq")}
     brief = functools.partial(figures, silence=25.0)
     measured = [
@@ -198,14 +202,10 @@ def headline(processes: int) -> list[Part]:
             "encoder", 30, "accelerate host_cost",
             f"public_call|{steps}{having('torch|auto|fastformer')}", "--brief",
         ),
+        brief("bert", 20, "transformers", bert + having("torch|accelerate"), "--brief"),
         figures(
-            "compiled", 35, "accelerate attention",
-            f"{steps}{having('compile|reduce-overhead')}|{attention}{having('flex')}",
-            "--brief", "--slow",
-        ),
-        figures(
-            "bert", 30, "transformers",
-            having("BERT-base", "128|512", "torch|compile|accelerate"), "--brief",
+            "compiled", 45, "accelerate attention transformers",
+            f"{steps}{compiled}|{attention}{having('flex')}|{bert}{compiled}", "--brief", "--slow",
         ),
         brief("rows", 25, "layer_norm cross_entropy", f"{rows}|{losses}", "--brief"),
         gluon.split(kernels, in_turn=True, seconds=50),
@@ -214,10 +214,10 @@ def headline(processes: int) -> list[Part]:
     prepare = compiling(every, processes, seconds=40, journal=True, stand_in=True)
     checks = Part("checks", (), 100, parts=(prepare, correctness), in_turn=True)
     # torch.compile takes up to a minute for a model, and finds it in its caches the next time.
-    compiled = compiling(
-        measured, min(8, processes), "--slow", only=COMPILED, seconds=95, silence=95.0
+    peers = compiling(
+        measured, min(6, processes), "--slow", only=COMPILED, seconds=95, silence=95.0
     )
-    first = Part("first", (), 100, parts=(checks, replace(compiled, name="peers")))
+    first = Part("first", (), 100, parts=(checks, replace(peers, name="peers")))
     return [first, *measured]
 
 
@@ -293,13 +293,14 @@ class Run:
         # {part, status, seconds} by name.
         self.done: dict[str, dict[str, Any]] = {}
         self.saved, self.one_writer = time.monotonic(), threading.Lock()
+        self.obstacle: str | None = None  # to kernels of the stand-in
         if (out / RESULTS).exists():
             parts = json.loads((out / RESULTS).read_text())["parts"]
             self.done = {one["part"]: one for one in parts}
         for one in self.done.values():
             if one["status"] == "running":  # when the previous run was killed
                 one["status"] = "cut"
-                self.forget_the_last(one["part"])
+                self.forget_the_last(one)
 
     def go(self, parts: Sequence[Part], seconds: float) -> None:
         """Run the unfinished parts in turn, until the time is up."""
@@ -311,11 +312,13 @@ class Run:
         """Run a part that is not finished, and return its status."""
         left, started = deadline - time.monotonic(), time.monotonic()
         one = self.done.setdefault(part.name, dict(part=part.name, status="no time", seconds=0))
-        if one["status"] in ENDED or left < LEAST_SECONDS:
+        if one["status"] in ENDED or left < LEAST_SECONDS or stop.is_set():
             return _told(one)
-        if part.stand_in and (reason := stand_in.obstacle()):
+        if part.stand_in and (reason := self.obstacle or stand_in.obstacle()):
             one["status"] = f"left out: {reason}"
             return _told(one)
+        if part.stand_in:
+            one["kernels"] = 0
         before, one["status"], status = one["seconds"], "running", "cut"
         self.save()
         end = started + min(part.seconds, left)
@@ -324,12 +327,12 @@ class Run:
             if status == "out of time" and time.monotonic() > self.deadline:
                 status = "no more time"
         finally:
-            if status in ("cut", "no more time"):
-                self.forget_the_last(part.name)
             took = before + time.monotonic() - started
             one.update(status=status, seconds=round(took, 1))
             if part.stand_in:
                 one["kernels"] = device.kernels(self.driver)
+            if status in ("cut", "no more time") or part.stand_in:
+                self.forget_the_last(one)
             self.save()
         return _told(one)
 
@@ -346,7 +349,6 @@ class Run:
 
     def follow(self, part: Part, end: float, stop: threading.Event) -> str:
         """Return done, failed, or why the process was interrupted."""
-        end = min(end, time.monotonic() + part.seconds)
         written, log = (self.journals / f"{part.name}.{kind}" for kind in ("jsonl", "log"))
         command = [word.replace("FOLDER", str(self.out.resolve())) for word in part.command]
         if part.journal:
@@ -354,7 +356,7 @@ class Run:
         while True:
             size = _size(written)
             status = self.follow_once(part, command, (log, written), end, stop)
-            again = status.startswith(("crashed", "silent")) and part.journal
+            again = status.startswith(("crashed", "silent")) and part.journal and part.again
             if not (again and _size(written) > size and end - time.monotonic() > LEAST_SECONDS):
                 return status
             with log.open("a") as file:
@@ -379,7 +381,8 @@ class Run:
                 if new != sizes:
                     sizes, heard = new, now
                 if now - self.saved > SAVE_SECONDS:  # whatever kills this process, results stay
-                    self.save()
+                    with contextlib.suppress(OSError):
+                        self.save()
                 if now > end:
                     return "out of time"
                 if now - heard > part.silence:
@@ -393,9 +396,15 @@ class Run:
             return "crashed, GPU lost" if code == DEVICE_LOST else f"crashed ({code})"
         return "done" if code in (0, 5) else f"failed ({code})"  # 5: no test was left
 
-    def forget_the_last(self, part: str) -> None:
-        """Let the test of a part that was running when the time was up run again."""
-        path = self.journals / f"{part}.jsonl"
+    def forget_the_last(self, one: Mapping[str, Any]) -> None:
+        """Let the test of a part that was running when the time was up run again; of a part that
+        compiles, all tests, unless it has ended: it has several processes.
+        """
+        path = self.journals / f"{one['part']}.jsonl"
+        if "kernels" in one:
+            if one["status"] not in ENDED:
+                path.unlink(missing_ok=True)
+            return
         begun = [event["begun"] for event in journal.read(path) if "begun" in event]
         ended = {event["test"] for event in journal.read(path) if "test" in event}
         if begun and begun[-1] not in ended:
@@ -416,8 +425,8 @@ class Run:
         """Write results.json and report.md of the results so far, in the order of the parts."""
         with self.one_writer:
             self.saved = time.monotonic()
-            parts = list(self.done.values())
-            paths = (self.journals / f"{one['part']}.jsonl" for one in parts)
+            parts = [dict(one) for one in list(self.done.values())]
+            paths = (self.journals / f"{x['part']}.jsonl" for x in parts if "kernels" not in x)
             results = report.load(*filter(Path.exists, paths))
             rest = {"parts": parts, "absent": results.absent, "failed": results.failed}
             lines = ",\n".join(map(json.dumps, results.rows))  # a row on a line: below 1 MB
@@ -478,7 +487,8 @@ def prepare(folder: Path, parts: Sequence[Part], version: str | None, processes:
                 part = compiling(mine, processes, seconds=1e6, **options)
                 run.go([replace(part, name=f"prepare {name}")], math.inf)
         data, count = run.save(), device.kernels(run.driver)
-    for test in data["failed"]:
+        failed = report.load(*run.journals.glob("*.jsonl")).failed
+    for test in failed:
         print(f"needs results, or fails: {test}")  # nothing is computed here
     print(f"{count} kernels; {folder} holds {len(list(folder.glob('*/__grp__*.json')))}")
     return 0 if all(one["status"] in ENDED for one in data["parts"]) else 1
@@ -543,6 +553,8 @@ def _measure(options: argparse.Namespace, parts: Sequence[Part]) -> int:
         raise ValueError("there is no GPU; `pytest --benchmark-only` measures on a CPU")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running part
     run = Run(options.out, cache(options.kernels or KERNELS))
+    if torch.cuda.get_device_capability() != (9, 0):
+        run.obstacle = "the stand-in is an H100"
     run.go(parts, 60 * options.minutes)
     data = run.save()
     results = report.Results(data["rows"], data["absent"], data["failed"])

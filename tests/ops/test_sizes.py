@@ -66,6 +66,8 @@ def random(device, dtype):
 def kernels():
     with ff.use_backend("triton"):
         yield
+    if GPU:  # other processes need the memory
+        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("case, d, dtype", CALLS, ids=IDS, indirect=["dtype"])

@@ -184,7 +184,7 @@ def test_a_run_decides_which_calls_auto_leaves_to_torch(benchmarks):
         fast(benchmarks, "causal grouped d=128 S=1024 forward", triton=3.0, cudnn=1.0),
     ]
     assert table(*first, *second) == {
-        "sm_80": sm_80, "sm_90": {(True, False, 64): {4096: "torch (flash)"}},
+        "sm_80": sm_80, "sm_90": {(True, False, 64): {1024: "", 4096: "torch (flash)"}},
     }  # fmt: skip
     unreal = fast(benchmarks, "plain d=64 S=1024 forward", triton=2.0, cudnn=1.0)
     for one in unreal.rows:
@@ -234,7 +234,33 @@ def test_the_summary_compares_with_the_best_peer_of_the_same_work(benchmarks):
     assert dict(report.table(rows[:5]))["flex (no dropout)"][6] == "3"
     failed = {f"test_{i}": "it failed" for i in range(100)}
     lines = report.summary(report.Results(rows, {}, failed))
-    assert len(lines) == 60 and re.fullmatch(r"FAILED: \d+ more, in results.json", lines[-1])
+    assert len(lines) == 60 and re.fullmatch(r"and \d+ more, in results.json", lines[-1])
+    assert lines[0].startswith("Imaginary 1") and lines[-2].startswith("FAILED test_")
+    many = [row(who, 1, 1.0, group=f"work {i}") for i in range(99) for who in ("torch", "triton")]
+    lines = report.summary(report.Results(many, {}, failed))
+    assert len(lines) == 60 and sum(line.startswith("FAILED") for line in lines) == 4
+
+
+def test_times_by_events_are_no_times_in_graphs(benchmarks):
+    report, step = benchmarks.report, "BERT-base, 12 layers, S=128, a training step"
+    by = dict(device_timer="events around calls: it waits")
+    rows = [
+        row("torch", 128, 1.0, group=step, wall_ms=9.0, **by),
+        row("compile", 128, 3.0, group=step, wall_ms=8.0),
+        row("auto", 128, 2.0, group=step, wall_ms=4.0),
+        row("accelerate", 128, 1.0, group=step, wall_ms=2.0, **by),
+        row("torch", 128, 1.0, group="attention S=128", **by),
+        row("triton", 128, 1.0, group="attention S=128"),
+    ]
+    found = {k: [str(x) for x in v] for k, v in report.compared(report.Results(rows)).items()}
+    work = step.replace(", S=128", "")
+    assert found.pop(f"{work}, auto, in a CUDA graph") == ["S=128 2 ms 1.50 x compile 2%"]
+    assert found.pop(f"{work}, auto, without one") == ["S=128 4 ms 2.00 x compile"]
+    assert found.pop(f"{work}, accelerate, without one") == ["S=128 2 ms 4.00 x compile"]
+    assert found == {"attention": ["S=128 1 ms 1.00 x torch, by events 5%"]}
+    rows[1] = dict(rows[1], gpu="Imaginary 2")
+    assert all("on Imaginary" in name for name in report.compared(report.Results(rows)))
+    assert len(report.Results(rows).families()) == 3
 
 
 def test_times_on_a_cpu_are_ratios_of_turns(tmp_path, monkeypatch, capsys):
@@ -525,7 +551,7 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
     for part, peers in {
         "attention": ("torch", "cudnn", "efficient", "tutorial"), "long": ("cudnn", "flash"),
         "encoder": ("torch",), "compiled": ("compile", "reduce-overhead", "flex"),
-        "bert": ("torch", "compile"), "rows": ("torch", "compile"), "gluon dq": (),
+        "bert": ("torch",), "rows": ("torch", "compile"), "gluon dq": (),
         "more-attention": ("torch", "cudnn", "flash", "efficient"),
     }.items():  # fmt: skip
         assert all(any(re.search(rf"[\[-]{x}[\]-]", i) for i in found[part]) for x in peers), part

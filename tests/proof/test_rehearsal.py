@@ -26,7 +26,7 @@ from benchmarks.gpu.stand_in import device
 NORM = "benchmarks/bench_layer_norm.py::test_widths[forward-512-layer_norm-{}]"
 FAILS_IN_A_CAPTURE = NORM.format("torch")
 LOSES_THE_GPU = "tests/ops/test_sizes.py::test_embed[float16]"
-HANGS = "benchmarks/bench_gluon.py::test_kernel[dq-plain-1024-gluon]"
+HANGS = "benchmarks/bench_gluon.py::test_kernel[dq-padding+dropout-4096-gluon]"  # the last one
 ATTENTION = "benchmarks/bench_attention.py::test_attention"
 CUT = f"{ATTENTION}[forward+backward-128-padding+dropout-d64-triton]"  # where the run is killed
 
@@ -156,7 +156,9 @@ def test_the_headline_with_every_trouble(environment, tmp_path, request):
     assert failed.pop(HANGS) == "did not finish"
     assert "illegal memory access" in failed.pop(LOSES_THE_GPU)
     assert failed == {}
-    assert {one["status"] for one in data["parts"]} == {"done"}, data["parts"]
+    statuses = {one["part"]: one["status"] for one in data["parts"]}
+    assert statuses.pop("gluon dq") == statuses.pop("gluon") == "silent for 45 s"
+    assert set(statuses.values()) == {"done"}, statuses
 
     # Nothing lost, nothing run twice: but what was cut, and what hung was not waited for again.
     parts = out / "parts"
@@ -172,7 +174,7 @@ def test_the_headline_with_every_trouble(environment, tmp_path, request):
     assert called == set(begun)  # every kernel was compiled before
     assert "crashed, GPU lost: continues" in (parts / "correctness layers.log").read_text()
     assert "crashed, GPU lost: continues" in (parts / "rows.log").read_text()
-    assert "silent for 45 s: continues" in (parts / "gluon dq.log").read_text()
+    assert "continues" not in (parts / "gluon dq.log").read_text()
 
     # At most 320 kernels, 60 lines of tables and failures, 1 MB and 200 kB.
     (kernels,) = (one["kernels"] for one in data["parts"] if "kernels" in one)

@@ -460,6 +460,7 @@ def test_a_committed_run_decides_where_this_machine_has_not_measured(file, monke
 
     found = {(True, False, 64): {64: "torch (flash)", 512: "torch (cuDNN)"}}
     found[True, True, 64] = {64: "torch (cuDNN)"}
+    found[True, False, 8] = {16: "torch (flash)", 32: "", 128: "torch (flash)", 512: ""}
     monkeypatch.setattr(record, "FASTER", {"sm_90": found})
     monkeypatch.setitem(OPERATIONS, OP, OPERATIONS[OP]._replace(faster=record._faster))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -468,16 +469,20 @@ def test_a_committed_run_decides_where_this_machine_has_not_measured(file, monke
     def chosen(length=64, heads=2, groups=2, dim=64, dtype=torch.bfloat16, queries=None, **options):
         q = torch.zeros(1, heads, queries or length, dim, dtype=dtype)
         k = torch.zeros(1, groups, length, dim, dtype=dtype)
+        k = k.mT.contiguous().mT if options.pop("strided", False) else k
         options = {"is_causal": True, "enable_gqa": groups != heads, **options}
         return ff.explain(OP, q, k, k, **options).backend
 
     assert [chosen(n) for n in (31, 32, 128, 181, 256, 1024, 1025)] == [
         "triton", "torch (flash)", "torch (flash)", "triton", *["torch (cuDNN)"] * 2, "triton",
     ]  # fmt: skip
+    assert [chosen(n, dim=8) for n in (16, 20, 23, 24, 32, 40, 64, 65, 128, 256)] == [
+        *["torch (flash)"] * 2, *["triton"] * 5, *["torch (flash)"] * 2, "triton",
+    ]  # fmt: skip
     assert chosen(groups=1) == "torch (cuDNN)" and chosen(512, groups=1) == "triton"
     for other in (
         dict(dtype=torch.float16), dict(is_causal=False), dict(dim=32), dict(queries=63),
-        dict(dropout_p=0.1), dict(key_lengths=torch.tensor([9])),
+        dict(dropout_p=0.1), dict(key_lengths=torch.tensor([9])), dict(strided=True),
     ):  # fmt: skip
         assert chosen(**other) == "triton", other
     causal = {n: torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16) for n in ("query", "key", "value")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -86,22 +87,24 @@ def _signature(arguments: Arguments) -> Hashable | None:
         return None
     if any(0 in size for size in sizes):
         return None
-    return causal, query.dtype, query.stride(), *sizes
+    return causal, query.dtype, query.stride(), key.stride(), value.stride(), *sizes
 
 
 def _faster(arguments: Arguments) -> str | None:
-    """Return the alternative that was faster in a committed run on this architecture: at the
-    measured length that is the nearest, at most a factor of 2 away.
+    """Return the alternative that was faster in a committed run on this architecture, or None: at
+    the measured length that is the nearest, at most a factor of 2 away. Two as near must agree.
     """
-    query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    if query.dtype != torch.bfloat16 or len({x.shape[2:] for x in (query, key, value)}) > 1:
+    inputs = query, key, _ = tuple(arguments[name] for name in ("query", "key", "value"))
+    alike = query.dtype == torch.bfloat16 and len({x.shape[2:] for x in inputs}) == 1
+    if torch.version.hip is not None or not alike or any(x.stride(-1) != 1 for x in inputs):
         return None
     found = FASTER.get("sm_{}{}".format(*torch.cuda.get_device_capability(query.device)), {})
-    grouped = query.shape[1] != key.shape[1]
+    grouped, length = query.shape[1] != key.shape[1], query.shape[2]
     by_length = found.get((arguments["attention"].is_causal, grouped, query.shape[3]), {})
-    length = query.shape[2]
-    near = {max(n / length, length / n): name for n, name in by_length.items()}
-    return near[min(near)] if near and min(near) <= 2 else None
+    distances = {n: max(n / length, length / n) for n in by_length}
+    least = min(distances.values(), default=math.inf)
+    names = {by_length[n] for n, distance in distances.items() if distance == least}
+    return names.pop() or None if len(names) == 1 and least <= 2 else None
 
 
 backends.register(

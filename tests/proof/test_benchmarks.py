@@ -489,7 +489,7 @@ def test_every_first_call(backend):
 @pytest.mark.with_all
 @pytest.mark.skipif(stand_in.obstacle() is not None, reason=str(stand_in.obstacle()))
 def test_every_host_cost():
-    seconds = answer("-m", "benchmarks.host_cost_worker", 1, 1)
+    seconds = answer("-m", "benchmarks.bench_host_cost", 1, 1)
     assert len(seconds) == 12 and all(len(samples) == 1 for samples in seconds.values())
 
 

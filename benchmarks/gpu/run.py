@@ -120,16 +120,8 @@ def compiling(
     only: a regex of a parameter, in brackets in the ids of the tests; by default all tests.
     """
     tested = list(_tested(parts))
-    command = [
-        *PYTEST,
-        "--benchmark-disable",
-        "-n",
-        str(processes),
-        "--dist",
-        "worksteal",
-        *options,
-    ]
-    command += ["--all"] if "--all" in tested[0].command else []
+    command = [*PYTEST, "--benchmark-disable", "-n", str(processes), "--dist", "worksteal"]
+    command += [*options, *["--all"] * ("--all" in tested[0].command)]
     found = (f"(?=^({'|'.join(_paths(x))}))(?=.*({_last(x, '--matching')}))" for x in tested)
     command += ["--matching", (having(only) if only else "") + f"({'|'.join(found)})"]
     command += dict.fromkeys(path for part in tested for path in _paths(part))
@@ -314,11 +306,11 @@ class Run:
         one = self.done.setdefault(part.name, dict(part=part.name, status="no time", seconds=0))
         if one["status"] in ENDED or left < LEAST_SECONDS or stop.is_set():
             return _told(one)
-        if part.stand_in and (reason := self.obstacle or stand_in.obstacle()):
-            one["status"] = f"left out: {reason}"
-            return _told(one)
         if part.stand_in:
             one["kernels"] = 0
+            if reason := self.obstacle or self.no_stand_in():
+                one["status"] = f"left out: {reason}"
+                return _told(one)
         before, one["status"], status = one["seconds"], "running", "cut"
         self.save()
         end = started + min(part.seconds, left)
@@ -420,6 +412,14 @@ class Run:
         """The variables of processes that compile kernels and launch none."""
         self.driver.mkdir(exist_ok=True)
         return device.environment(self.driver, self.packages)
+
+    def no_stand_in(self) -> str | None:
+        """Return why the stand-in cannot be built here, or None."""
+        try:
+            self.over_the_stand_in  # noqa: B018
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            return str(error)
+        return None
 
     def save(self) -> dict[str, Any]:
         """Write results.json and report.md of the results so far, in the order of the parts."""

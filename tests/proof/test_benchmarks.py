@@ -538,7 +538,7 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
             mine = [i for i in ids if i.split("::")[0] in part.command and re.search(matching, i)]
             assert 1 < len(mine) < 300, f"{part.name}: {len(mine)}"
             ours = ("triton", "auto", "sizes", "batch_invariant", "gluon")
-            ours += ("-accelerate]", "flex", "compile")  # a part of peers alone, which take long to compile
+            ours += ("-accelerate]", "flex", "compile")  # the last two: a part of peers alone
             assert any(name in i for i in mine for name in ours)
             found[part.name] = mine
     all_of_them = Counter(test for part in found.values() for test in part)

@@ -55,7 +55,7 @@ from .hopper_parts import (
     up_to_last_seen,
 )
 from .hopper_work import (
-    ROWS,
+    QUERIES,
     Launched,
     Tensors,
     block_of,
@@ -104,7 +104,7 @@ def _copy_block(block, tensors, shared, tile: gl.constexpr, has: gl.constexpr, h
         mbarrier.wait(bars.query_free, block.phase ^ 1)
     mbarrier.expect(bars.query_ready, tile.rows * tile.dim_block * 2)
     for which in gl.static_range(how.consumers):
-        rows = at_row(b, h, work.start + which * ROWS, how)
+        rows = at_row(b, h, work.start + which * QUERIES, how)
         copy_in(tensors.query, rows, bars.query_ready, buffers.query.index(which))
     masked = masked_tiles(work.walk, has)
     for t in range(work.walk.first, work.walk.end):
@@ -143,7 +143,7 @@ def _copy_terms(
     mbarrier.wait(bars.term_free.index(place.term_slot), place.term_phase ^ 1, pred=needed)
     mbarrier.expect(ready, tile.rows * tile.columns * how.term_bytes, pred=needed)
     for which in gl.static_range(how.consumers):
-        rows, part = place.query + which * ROWS, place.part + which
+        rows, part = place.query + which * QUERIES, place.part + which
         if has.mask == 2:
             copy_in(tensors.mask, [rows, place.key], ready, buffers.mask.index(part), pred=needed)
         if has.bias == 2:
@@ -157,7 +157,7 @@ def _copy_bits(walk, t, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.c
     WORDS: gl.constexpr = how.consumers * 2
     slot, _ = slot_of(t, how.slots)
     _, of_bits = listed_tile_of(walk, t, tile, True, has)
-    store_bits(buffers.bits, slot * WORDS, walk.lists, of_bits, 0, ROWS, WORDS)
+    store_bits(buffers.bits, slot * WORDS, walk.lists, of_bits, 0, QUERIES, WORDS)
     mbarrier.arrive(bars.bits_ready.index(slot), count=1)
 
 
@@ -223,7 +223,7 @@ def _scores(s, place, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE:
     buffers, bars = shared
     BN: gl.constexpr = tile.columns
     S: gl.constexpr = accumulator(BN)
-    i = place.query + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+    i = place.query + gl.arange(0, QUERIES, layout=gl.SliceLayout(1, S))
     j = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
     bias = s  # stands for what the call lacks; no line reads it
     bound = s
@@ -241,7 +241,7 @@ def _scores(s, place, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE:
         mbarrier.arrive(bars.term_free.index(place.term_slot), count=1)
     if has.lists:
         mbarrier.wait(bars.bits_ready.index(place.slot), place.phase)
-        part = (place.slot * (tile.rows // ROWS) + (place.query - work.start) // ROWS) * 2
+        part = (place.slot * (tile.rows // QUERIES) + (place.query - work.start) // QUERIES) * 2
         shown = seen_by_bits(buffers.bits, part, j, S, False)
     if has.softcap:
         s = 1.0 - 2.0 / (gl.exp2(s * work.scale) + 1.0)
@@ -322,13 +322,13 @@ def _weights(
         rescale = gl.exp2(m - base)
     l = l * rescale + gl.sum(p, 1)
     if has.dropout:
-        COUNTERS: gl.constexpr = counter_layout(ROWS, BN)
+        COUNTERS: gl.constexpr = counter_layout(QUERIES, BN)
         I: gl.constexpr = gl.SliceLayout(1, COUNTERS)
         J: gl.constexpr = gl.SliceLayout(0, COUNTERS)
-        i = (work.draw_row + place.query) // 2 + gl.arange(0, ROWS // 2, layout=I)
+        i = (work.draw_row + place.query) // 2 + gl.arange(0, QUERIES // 2, layout=I)
         j = (work.draw_column + place.key) // 2 + gl.arange(0, BN // 2, layout=J)
         i, j = gl.expand_dims(i, 1).to(gl.uint32), gl.expand_dims(j, 0).to(gl.uint32)
-        words = dropout_words(work.draws, i, j, ROWS, BN)
+        words = dropout_words(work.draws, i, j, QUERIES, BN)
         words = gl.convert_layout(words, accumulator(BN))
         keep = words >= work.factors.threshold.to(gl.uint32, bitcast=True)
         p = gl.where(keep, p, work.factors.inv_keep * 0.0)  # not a constant zero: see forward.py
@@ -366,7 +366,7 @@ def _store(acc, state, i0, block, out, tile: gl.constexpr, has: gl.constexpr, ho
     O: gl.constexpr = accumulator(tile.value_block)
     if _folds(has):
         m = m * work.factor
-    i = i0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(tile.columns)))
+    i = i0 + gl.arange(0, QUERIES, layout=gl.SliceLayout(1, accumulator(tile.columns)))
     row = rows.first + i
     sums = store_sums(rows.lse, rows.statistics, row, i < rows.queries, m, l, has)
     factor = gl.convert_layout(work.factors.inv_keep / sums, gl.SliceLayout(1, O))
@@ -417,18 +417,18 @@ def _consume_block(
     O: gl.constexpr = accumulator(tile.value_block)
     I: gl.constexpr = gl.SliceLayout(1, S)
     value_ready = bars.value_masked if has_bounds(has) else bars.value_ready
-    i0 = work.start + which * ROWS
-    acc = gl.zeros([ROWS, tile.value_block], gl.float32, O)
-    m = gl.full([ROWS], float("-inf"), gl.float32, I)
-    l = gl.zeros([ROWS], gl.float32, I)
+    i0 = work.start + which * QUERIES
+    acc = gl.zeros([QUERIES, tile.value_block], gl.float32, O)
+    m = gl.full([QUERIES], float("-inf"), gl.float32, I)
+    l = gl.zeros([QUERIES], gl.float32, I)
     if has.sink:  # acts as a first key whose value is zero
-        m = gl.zeros([ROWS], gl.float32, I) + block.rows.sink * LOG2E
+        m = gl.zeros([QUERIES], gl.float32, I) + block.rows.sink * LOG2E
         if _folds(has):
             m = m / work.factor
         l += 1.0
     state = m, l
     q = buffers.query.index(which)
-    none = gl.zeros([ROWS, BN], gl.float32, S)
+    none = gl.zeros([QUERIES, BN], gl.float32, S)
     slot, phase = slot_of(walk.first, how.slots)
     mbarrier.wait(bars.query_ready, block.phase)  # the queries of all consumers
     mbarrier.wait(bars.key_ready.index(slot), phase)

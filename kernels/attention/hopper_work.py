@@ -33,7 +33,7 @@ from .scores import (
     unmasked_tiles,
 )
 
-ROWS = gl.constexpr(64)  # queries of a consumer: the rows of a wgmma
+QUERIES = gl.constexpr(64)  # queries of a consumer: the rows of a wgmma
 
 
 class Walk(NamedTuple):
@@ -415,10 +415,10 @@ def make_shared(
     """Make the shared memory of a program, and its barriers."""
     ALL: gl.constexpr = how.consumers
     SLOTS: gl.constexpr = how.slots
-    q_tiles = tiles_of(dtype, ALL, ROWS, tile.dim_block)
+    q_tiles = tiles_of(dtype, ALL, QUERIES, tile.dim_block)
     o_tiles = q_tiles  # the last product with the queries is over when the output is stored
     if tile.value_block != tile.dim_block or how.persistent:  # else the next queries would wait
-        o_tiles = tiles_of(dtype, ALL, ROWS, tile.value_block)
+        o_tiles = tiles_of(dtype, ALL, QUERIES, tile.value_block)
     k_tiles = tiles_of(dtype, SLOTS, tile.columns, tile.dim_block)
     v_tiles = tiles_of(dtype, SLOTS, tile.columns, tile.value_block)
     bounds = k_tiles
@@ -429,7 +429,7 @@ def make_shared(
     if has_bounds(has):
         bounds = gl.allocate_shared_memory(gl.float32, [SLOTS, tile.columns], FLAT)
     if has.lists:
-        bits = gl.allocate_shared_memory(gl.int32, [SLOTS * ALL * 2, ROWS], FLAT)
+        bits = gl.allocate_shared_memory(gl.int32, [SLOTS * ALL * 2, QUERIES], FLAT)
     if has.mask == 2:
         mask = buffer(tensors.mask, how.term_slots * ALL)
     if has.bias == 2:
@@ -474,14 +474,14 @@ def make_tensors(inputs, O, output_strides, launched, block, tile: gl.constexpr,
     mask = key
     bias = key
     if has.mask == 2:
-        mask = rows_of(block.mask[0], queries, strides.mask_row, ROWS, keys, BN)
+        mask = rows_of(block.mask[0], queries, strides.mask_row, QUERIES, keys, BN)
     if has.bias == 2:
-        bias = rows_of(block.mask[2], queries, strides.bias_row, ROWS, keys, BN)
+        bias = rows_of(block.mask[2], queries, strides.bias_row, QUERIES, keys, BN)
     return Tensors(
-        rows_of(q_base, queries, strides.query_row, ROWS, tile.dim, BD),
+        rows_of(q_base, queries, strides.query_row, QUERIES, tile.dim, BD),
         key,
         rows_of(v_base, keys, strides.value_row, BN, tile.value_dim, BDV),
-        rows_of(o_base, queries, output_strides.row, ROWS, tile.value_dim, BDV),
+        rows_of(o_base, queries, output_strides.row, QUERIES, tile.value_dim, BDV),
         mask,
         bias,
     )

@@ -39,7 +39,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run what takes long")
     parser.addoption("--all", action="store_true", help="also run what is marked with_all")
-    parser.addoption("--brief", action="store_true", help="benchmarks in a third of the rounds")
+    parser.addoption("--brief", action="store_true", help="benchmarks with fewer rounds")
     parser.addoption("--gpu", action="store_true", help="run the tests of tests/gpu.txt on a GPU")
 
 

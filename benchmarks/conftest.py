@@ -2,7 +2,7 @@
 
     pytest --benchmark-only                            all of it; on a CPU lengths up to 512
     pytest --benchmark-only --slow                     larger sizes on a CPU, slow peers on a GPU
-    pytest --benchmark-only --brief                    fewer rounds: on a GPU in a third of the time
+    pytest --benchmark-only --brief                    fewer rounds, as in the headline on a GPU
     pytest --benchmark-only -k "attention and padding" some of it
     pytest --benchmark-only --benchmark-json=out.json  the figures with all that describes them
     pytest benchmarks --benchmark-disable              calls everything once and times nothing

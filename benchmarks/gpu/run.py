@@ -8,15 +8,16 @@
     python -m benchmarks.gpu --out FOLDER --kernels KERNELS      uses these compiled kernels
 
 Each part has a time limit, and consists of one process or several. If one crashes, hangs or loses
-the GPU, only the test that was running is lost, and the others go on. FOLDER holds results.json and
+the GPU, only the test that was running is lost, and the others go on; a kernel in Gluon that hangs
+is not tried again. FOLDER holds results.json and
 report.md, which are written every few seconds, and in `parts` a log and a journal of each process
 (a JSON line for each event of a test). The same command resumes a run that was interrupted. The
 exit status is 1 if a part or a test failed.
 
-The headline compiles its kernels first, in as many processes as there are cores, over
-benchmarks/gpu/stand_in, which launches nothing; --prepare does the same for any parts. KERNELS is a
-folder with Triton's cache. It fits one version of Triton, one version of Python and one
-architecture; Triton compiles anew what it does not find.
+The headline compiles its kernels first, in one process for each core, with a stand-in for the CUDA
+driver (benchmarks/gpu/stand_in), so that nothing runs. --prepare compiles those of the parts that
+--only names. KERNELS is a folder with Triton's cache. It fits one version of Triton, one version of
+Python and one architecture; Triton compiles anew what it does not find.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ NONE: Variables = MappingProxyType({})
 class Part:
     """A command with its time limit, and how long it may go without a sign of life.
 
-    FOLDER in a word of the command is replaced by the folder of the run. A part with a journal runs
-    again after a crash, and continues after the test that crashed. A part may consist of other
-    `parts`, which run at once or `in_turn`, each within its own limit, in the limit of all.
-    `stand_in`: whether it runs over the stand-in, to compile kernels. `again`: whether it goes on
-    after a crash.
+    FOLDER in a word of the command is replaced by the folder of the run. After a crash or a hang, a
+    part with a journal runs again from the next test on, unless `again` is False. A part may
+    consist of other `parts`, which run side by side or, `in_turn`, one after another; each has its
+    own time limit, and the whole part has one, too. A part with `stand_in` compiles kernels: its
+    processes have the stand-in driver in place of CUDA's.
     """
 
     name: str
@@ -114,8 +115,8 @@ def having(*parameters: str) -> str:
 def compiling(
     parts: Iterable[Part], processes: int, *options: str, only: str = "", **more: Any
 ) -> Part:
-    """Return a part that makes each call of the parts once, and times nothing: all those with a
-    journal, which have the same choice about --all.
+    """Return a part that runs each test of the parts once, without timing it, to compile kernels.
+    Parts without a journal are left out; the others all have the option --all, or none has it.
 
     only: a regex of a parameter, in brackets in the ids of the tests; by default all tests.
     """
@@ -389,8 +390,8 @@ class Run:
         return "done" if code in (0, 5) else f"failed ({code})"  # 5: no test was left
 
     def forget_the_last(self, one: Mapping[str, Any]) -> None:
-        """Let the test of a part that was running when the time was up run again; of a part that
-        compiles, all tests, unless it has ended: it has several processes.
+        """Let the test that was running when the time was up run again. Of a part that compiles,
+        and is not finished, all tests run again: several may have been running.
         """
         path = self.journals / f"{one['part']}.jsonl"
         if "kernels" in one:
@@ -462,8 +463,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def cache(folder: Path) -> dict[str, str]:
-    """Return the variables of processes whose Triton keeps its kernels in the folder. Its groups of
-    files name them by their paths, which are others where the folder was copied to.
+    """Return the variables of processes whose Triton keeps its kernels in the folder. Triton writes
+    absolute paths into it: they are replaced by those of the folder where it is now.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for group in folder.glob("*/__grp__*.json"):

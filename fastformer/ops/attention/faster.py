@@ -1,5 +1,7 @@
-"""Where torch's own op is faster than the forward kernel, of the calls that it computes exactly: by
-architecture, (causal, grouped heads, head dim), and length, in bfloat16. "" is the kernel.
+"""The fastest forward of attention in bfloat16, for calls that one of torch's ops computes, too.
+
+FASTER maps an architecture, then (causal, grouped heads, head dim), then a length to the name of
+torch's op, or to "" where the kernel is as fast. Calls of which no op was faster are left out.
 
 `python -m benchmarks.report --evidence` writes this file from benchmarks/results/gpu-*.json. It is
 empty without a run on a GPU.

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -417,7 +418,7 @@ def evidence_block(results: Results) -> str:
     return "\n".join(
         [
             *(speed_block(results), "", *cpu_table(), "", *accuracy_table(), ""),
-            *(*compile_table(), "", mutation_line()),
+            *(*compile_table(), "", *mutation_table()),
         ]
     )
 
@@ -495,15 +496,27 @@ def compile_table() -> list[str]:
     return lines + markdown_table([*header, "kernels with serialised wgmma"], found)
 
 
-def mutation_line() -> str:
-    """State how many of the planted bugs the tests see."""
-    verdicts = json.loads((RESULTS / "mutation.json").read_text())["written"]
-    unseen = sum(verdict["verdict"] == "unseen" for verdict in verdicts)
-    return (
-        "## Planted bugs\n\n"
-        f"The tests see {len(verdicts) - unseen} of {len(verdicts)} bugs that "
-        "were planted in the kernels (`python -m benchmarks.proof.mutation`)."
-    )
+def mutation_table() -> list[str]:
+    """Tabulate how many of the planted bugs the tests see."""
+    from benchmarks.proof import mutation
+
+    found, commits, slow = [], set(), []
+    for table, verdicts in mutation.read().items():
+        counts = Counter(v["verdict"] for v in verdicts.values())
+        counts["one"] = sum(len(v["tests"]) == 1 for v in verdicts.values())
+        found.append(
+            [table, len(verdicts), *(counts[kind] for kind in (*mutation.VERDICTS, "one"))]
+        )
+        commits |= {v["commit"] for v in verdicts.values()}
+        slow += [name for name, v in verdicts.items() if v["verdict"] == "seen with --all"]
+    return [
+        "## Planted bugs\n",
+        f"`python -m benchmarks.proof.mutation` planted these, one at a time (commit {commits}).",
+        "A bug is seen if a test that `pytest` runs fails, or one that `pytest --all` adds.\n",
+        *markdown_table(["table", "bugs", *mutation.VERDICTS, "seen by one test function"], found),
+        "\nSeen with --all alone:\n",
+        *(f"- {name}" for name in slow),
+    ]
 
 
 def speed_block(results: Results) -> str:

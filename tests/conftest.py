@@ -1,15 +1,12 @@
-"""The numerics policy and the planting of bugs, as fixtures."""
+"""The numerics policy, kernels in small tiles, and other fixtures."""
 
 import contextlib
 import functools
-import inspect
 import json
-import linecache
 import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,21 +175,6 @@ def fresh():
     server.communicate()
 
 
-_bugs = Counter()  # by test
-
-
-def pytest_itemcollected(item):
-    """Plant every sixth bug of a test with --all alone, and the others with --all --slow:
-    benchmarks/results has on record that the tests see them.
-    """
-    if hasattr(item, "callspec") and item.callspec.params.get("bug") is not None:
-        of_test = item.nodeid.partition("[")[0]
-        item.add_marker(pytest.mark.with_all)
-        if _bugs[of_test] % 6:
-            item.add_marker(pytest.mark.with_slow)
-        _bugs[of_test] += 1
-
-
 @pytest.fixture(scope="session")
 def compiled():
     """compiled(name): what the compile gate's worker answers to a case, with its loops where the
@@ -210,59 +192,6 @@ def compiled():
 
     yield answer
     worker.close()
-
-
-@pytest.fixture
-def plant(monkeypatch, tmp_path):
-    """plant(module, function, old, new): the kernel function with a bug in it, for the rest of the
-    test, in every kernel that calls it (interpreter only). `module` may be a package: the function
-    is then looked for in its modules; what all kernels share is found from each.
-    """
-    if torch.cuda.is_available():
-        pytest.skip("bugs are planted in the interpreted kernels")
-
-    from fastformer.kernels import common, launch
-
-    def modules():
-        return [m for n, m in sys.modules.items() if n.startswith("fastformer.kernels.")]
-
-    def plant(module, name, old, new):
-        of_module = [m for m in modules() if f"{m.__name__}.".startswith(f"{module.__name__}.")]
-        kernel = next(vars(m)[name] for m in (*of_module, common) if name in vars(m))
-        source = inspect.getsource(kernel.fn)
-        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}"
-        path = str(tmp_path / f"{name}.py")
-        mutant = source.replace(old, new)
-        linecache.cache[path] = (len(mutant), None, mutant.splitlines(True), path)
-        launch.plans.clear()  # which hold the kernels
-        users = [m for m in modules() if vars(m).get(name) is kernel]
-        for user in users:
-            monkeypatch.setattr(user, name, kernel)  # remembered, and restored after the test
-        names = kernel.fn.__globals__  # of the module that defines it
-        exec(compile(mutant, path, "exec"), names)
-        for user in users:
-            setattr(user, name, names[name])
-
-    yield plant
-    launch.plans.clear()
-
-
-@pytest.fixture
-def plant_and_check(plant):
-    """plant_and_check(module, bug, check): `check()` fails on the kernels with the bug planted in
-    them, (function, old, new); without one, None, it passes.
-    """
-
-    def plant_and_check(module, bug, check):
-        with use_backend("triton"):
-            if bug is None:
-                check()
-                return
-            plant(module, *bug)
-            with pytest.raises(AssertionError):
-                check()
-
-    return plant_and_check
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ import operator
 import random
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.jit import JITFunction
 
 from benchmarks.proof.memory_check import AccessError, Argument
-
-Edits = Mapping[str, Iterable[tuple[str, str]]]  # by function: what to replace in its text, once
 
 
 class Fault(Exception):
@@ -827,20 +825,15 @@ class _Rewrite(ast.NodeTransformer):
 
 
 class Kernel:
-    """A @gluon.jit function and those that it calls, made to run here. `edits` change their text,
-    to plant faults. `others` take the place of functions of that name.
+    """A @gluon.jit function and those that it calls, made to run here. `others` take the place of
+    functions of that name.
     """
 
-    def __init__(
-        self, kernel: Any, edits: Edits | None = None, others: Mapping[str, Any] | None = None
-    ) -> None:
-        self.edits, self.others = dict(edits or {}), others or {}
+    def __init__(self, kernel: Any, others: Mapping[str, Any] | None = None) -> None:
+        self.others = others or {}
         self.made: dict[Any, Callable[..., Any]] = {}
         self.constants = {p.name for p in kernel.params if p.is_constexpr}
         self.kernel = self._function(kernel.fn)
-        unknown = self.edits.keys() - {function.__name__ for function in self.made}
-        if unknown:
-            raise ValueError(f"no function of the kernel is named {', '.join(sorted(unknown))}")
 
     def run(self, arguments: Mapping[str, Any], grid: tuple[int, ...], seed: int = 0) -> None:
         """Run the programs of a grid of up to three axes one after the other, each with a schedule
@@ -861,10 +854,6 @@ class Kernel:
         name = function.__name__
         lines, first = inspect.getsourcelines(function)
         text = textwrap.dedent("".join(lines))
-        for old, new in self.edits.get(name, ()):
-            if text.count(old) != 1:
-                raise ValueError(f"{name} has {old!r} {text.count(old)} times")
-            text = text.replace(old, new)
         lines = text.splitlines()
         scope: dict[str, Any] = {}
         # Calls go through the scope, so that functions may call each other.

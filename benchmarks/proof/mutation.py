@@ -1,134 +1,150 @@
-"""Plants bugs, one at a time, in a copy of the checkout, and reports which of them the tests see.
+"""Plants bugs, one at a time, and records which test functions see them.
 
-    python -m benchmarks.proof.mutation                        the bugs of tests/mutants.py
-    python -m benchmarks.proof.mutation --only '^attention'    those whose name matches
-    python -m benchmarks.proof.mutation --draw 60 --seed 7     60 small changes, drawn at random
+    python -m benchmarks.proof.mutation                        the tables in tests/bugs/
+    python -m benchmarks.proof.mutation --only '^memory'       those whose table or name matches
+    python -m benchmarks.proof.mutation --draw 100 --seed 7    100 small changes, drawn at random
 
-Needs `python -m pip install cosmic-ray pytest-cov`. cosmic-ray makes the changes that are drawn:
-other operators, numbers and conditions, at places drawn evenly from fastformer/ and kernels/. It is
-called as a library: its own runner has one test command for all changes, and all tests take minutes
-for each. mutmut does not work here: it changes imported modules, but @triton.jit reads files.
+A line of a table has a file, the name of the bug, a function or `Class.method` (without one, the
+whole file), a text that stands once in it, and the text that takes its place; tabs part them, and
+\\n stands for a new line. A sixth column says why the bug changes no result. Of a draw, cosmic-ray
+(`python -m pip install cosmic-ray`) makes the changes: other operators, numbers and conditions, at
+places drawn evenly from fastformer/ and kernels/. It is called as a library: its own runner has one
+test command for all changes.
 
-Coverage of the tests that `pytest` runs says which of them execute a changed line. It is measured
-once: delete build/mutation-coverage when the code has changed. These tests are tried first; then
-all cases of their functions, and of the functions of the same files that `pytest` leaves out. The
-first failure that the bug alone causes ends the trial. A bug is "seen" by the default tests, "seen
-with --all", or "unseen". Results are written after each trial, and `--resume` goes on with the
-others.
+Each worker has a copy of the checkout, and imports the other packages once. For a bug it writes the
+file, and forks: the fork imports the package, collects tests, and forks again for each test
+function, which runs until a case fails. Without a bug each case has run in a process of its own,
+which has recorded the lines that it executes (`python -m pip install coverage`; build/mutation
+keeps this until the code changes). So a bug costs the cases that execute its lines:
+
+1. those that `pytest` runs, in the folder of tests of the file. "Seen" if one fails.
+2. Where none does, all others that `pytest` runs, also those that run code in other processes.
+3. Then those of the same functions that --all adds, and the functions of the same files that
+   `pytest` leaves out: "seen with --all", or "unseen".
+
+A failure counts if the case fails again alone, where it has passed without the bug.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
+import hashlib
+import importlib
 import json
 import os
+import queue
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
+
+import pytest
 
 from benchmarks import ROOT
 
-sys.path.append(str(ROOT / "tests"))
-from mutants import EQUIVALENT, MORE, PLANTED
-
+TABLES = ROOT / "tests" / "bugs"
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
-COVERAGE = ROOT / "build" / "mutation-coverage"
-SHARED = "common", "launch", "products"  # files of kernels/ that hold functions of all kernels
+RECORD = ROOT / "build" / "mutation"
+LIMIT = 100  # seconds of a test function
+MOST = 5  # functions, after which no more are tried
+VERDICTS = "seen", "seen with --all", "equivalent", "unseen"
+FOLDERS = {"sharding": "tests/distributed/"}  # of tables whose bugs no other tests see
 # Changes that stop a module from being imported, or that nothing calls.
 NO_OPERATORS = ("RemoveDecorator", "Exception", "NoOp", "Break", "Continue")
 
 
 @dataclass(frozen=True)
-class Mutant:
+class Bug:
     """The text of a file with a bug in it; the bug is in the lines first to last."""
 
+    table: str
     name: str
     file: str
     first: int
     last: int
     planted: str
+    text: str  # a digest of its line in the table
+    equivalent: str = ""  # why it changes no result
 
 
-def written() -> Iterator[Mutant]:
-    """Yield the bugs of tests/mutants.py."""
-    for table in (PLANTED, MORE):
-        for kernel, bugs in table.items():
-            for name, (function, old, new) in bugs.items():
-                if (kernel, name) not in EQUIVALENT:
-                    yield _written(f"{kernel}: {name}", kernel, function, old, new)
+def written() -> Iterator[Bug]:
+    """Yield the bugs of the tables."""
+    for path in sorted(TABLES.glob("*.tsv")):
+        for line in path.read_text().splitlines():
+            if not line.startswith("#"):
+                columns = [column.replace("\\n", "\n") for column in line.split("\t")]
+                yield _written(path.stem, _digest(line), *columns)
 
 
-def _written(name: str, kernel: str, function: str, old: str, new: str) -> Mutant:
-    for stem in (kernel, *SHARED):
-        path = ROOT / "kernels" / stem
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]:
-            source = file.read_text()
-            for first, last in _functions(source, function):
-                lines = source.splitlines(True)
-                body = "".join(lines[first:last])
-                if body.count(old) == 1:
-                    start = first + body[: body.index(old)].count("\n")
-                    planted = "".join([*lines[:first], body.replace(old, new), *lines[last:]])
-                    changed = start + 1, start + 1 + old.rstrip("\n").count("\n")
-                    return Mutant(name, file.relative_to(ROOT).as_posix(), *changed, planted)
-    raise ValueError(f"{name}: no function {function} holds {old!r} once")
+def _written(
+    table: str, text: str, file: str, name: str, function: str, old: str, new: str, why: str = ""
+) -> Bug:
+    source = (ROOT / file).read_text()
+    first, last = _lines_of(source, function)
+    lines = source.splitlines(True)
+    body = "".join(lines[first:last])
+    if body.count(old) != 1:
+        raise ValueError(f"{name}: {function} holds {old!r} {body.count(old)} times")
+    start = first + body[: body.index(old)].count("\n") + 1
+    end = start + old.rstrip("\n").count("\n")
+    planted = "".join([*lines[:first], body.replace(old, new), *lines[last:]])
+    return Bug(table, f"{file}: {name}", file, start, end, planted, text, why)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 _parse = functools.cache(ast.parse)
 
 
-def _functions(source: str, name: str) -> Iterator[tuple[int, int]]:
-    """Yield the lines of a function, or of a method after a dot; without a name, of the file."""
+def _lines_of(source: str, name: str) -> tuple[int, int]:
+    """Return the lines of a function or `Class.method`; without a name, those of the file."""
     scope: Any = _parse(source)
-    if not name:
-        yield 0, len(source.splitlines())
-        return
-    for part in name.split("."):
-        found = [node for node in scope.body if getattr(node, "name", None) == part]
-        if not found:
-            return
-        scope = found[0]
-    yield scope.lineno - 1, scope.end_lineno
+    for part in filter(None, name.split(".")):
+        scope = next(x for x in scope.body if getattr(x, "name", None) == part)
+    return (scope.lineno - 1, scope.end_lineno) if name else (0, len(source.splitlines()))
 
 
-def drawn(n: int, seed: int, folders: Sequence[str]) -> list[Mutant]:
-    """Draw changes at n places of the folders, in code that has an effect."""
+def drawn(n: int, seed: int) -> Iterator[Bug]:
+    """Draw changes at n places of the product, in code that has an effect."""
     from cosmic_ray.commands.init import _all_work_items
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
     places: dict[tuple[str, Any, Any], list[Any]] = {}
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            file, ignored = path.relative_to(ROOT).as_posix(), _without_effect(path.read_text())
-            for item in _all_work_items([path], {}):
-                (change,) = item.mutations
-                if change.start_pos[0] not in ignored and not any(
-                    name in change.operator_name for name in NO_OPERATORS
-                ):
-                    places.setdefault((file, change.start_pos, change.end_pos), []).append(change)
+    for path in (
+        path for x in ("fastformer", "kernels") for path in sorted((ROOT / x).rglob("*.py"))
+    ):
+        file, ignored = path.relative_to(ROOT).as_posix(), _without_effect(path.read_text())
+        for item in _all_work_items([path], {}):
+            (change,) = item.mutations
+            if change.start_pos[0] not in ignored and not any(
+                name in change.operator_name for name in NO_OPERATORS
+            ):
+                places.setdefault((file, change.start_pos, change.end_pos), []).append(change)
     choose = random.Random(seed)
-    mutants = []
     for file, start, end in choose.sample(sorted(places), n):
         change = choose.choice(places[file, start, end])
         operator = get_operator(change.operator_name)(**change.operator_args)
         source = (ROOT / file).read_text()
         planted = mutate_code(source, operator, change.occurrence)
-        old, new = source.splitlines()[start[0] - 1], planted.splitlines()[start[0] - 1]
-        name = f"{file}:{start[0]}: {old.strip()}  ->  {new.strip()}"
-        mutants.append(Mutant(name, file, start[0], end[0], planted))
-    return mutants
+        old, new = (text.splitlines()[start[0] - 1].strip() for text in (source, planted))
+        name = f"{file}:{start[0]}: {old}  ->  {new}"
+        yield Bug(f"drawn with seed {seed}", name, file, start[0], end[0], planted, _digest(name))
 
 
 def _without_effect(source: str) -> set[int]:
@@ -144,156 +160,333 @@ def _without_effect(source: str) -> set[int]:
     return lines
 
 
-class Checkout:
-    """A copy of the files of the checkout that git does not ignore."""
+# ------------------------------------------------------------------------------ which tests to run
+
+
+def function_of(case: str) -> str:
+    return case.partition("[")[0]
+
+
+class Tests:
+    """The cases that `pytest` runs with the lines that they execute, and those that --all adds."""
+
+    def __init__(self, recorded: Iterable[dict[str, Any]]) -> None:
+        self.all: list[str] = []
+        self.default: dict[str, dict[str, Any]] = {}  # case: seconds, elsewhere, lines by file
+        for of_file in recorded:
+            self.all += of_file["all"]
+            self.default |= of_file["default"]
+        self.executing: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for case, of_case in self.default.items():
+            for file, lines in of_case["lines"].items():
+                for line in lines:
+                    self.executing[file][line].append(case)
+
+    def of(self, bug: Bug) -> list[list[str]]:
+        """Return the cases of each of the three steps. On a line that runs when a module is
+        imported all tests depend.
+        """
+        lines, in_functions = _statements((ROOT / bug.file).read_text(), bug.first, bug.last)
+        found = {case for line in lines for case in self.executing[bug.file][line]}
+        if not in_functions:
+            found = {*self.default}
+        of_table = FOLDERS.get(bug.table, "")
+        parts = bug.file.split("/")
+        folder = of_table or f"tests/{'ops' if parts[0] == 'kernels' else parts[1]}/"
+        near = {case for case in found if case.startswith(folder)}
+        if of_table:
+            found = near
+        far = found | {case for case, x in self.default.items() if x["elsewhere"] and not of_table}
+        functions, files = {*map(function_of, found)}, {x.partition("::")[0] for x in found}
+        usual = {*map(function_of, self.default)}
+        more = [
+            case
+            for case in self.all
+            if case not in self.default
+            if (function := function_of(case)) in functions
+            or (function not in usual and case.partition("::")[0] in files)
+        ]
+        return [sorted(near), sorted(far - near), sorted(more)]
+
+    def groups(self, cases: Iterable[str]) -> list[list[str]]:
+        """Return the cases of each function, the function that takes the least time first."""
+        groups, seconds = defaultdict[str, list[str]](list), defaultdict[str, float](float)
+        for case in cases:
+            groups[function_of(case)].append(case)
+            seconds[function_of(case)] += self.default.get(case, {"seconds": 1})["seconds"]
+        return [groups[function] for function in sorted(groups, key=seconds.__getitem__)]
+
+
+def _statements(source: str, first: int, last: int) -> tuple[set[int], bool]:
+    """Return the lines of the statements that hold lines, of a compound one those of its head, and
+    whether they stand in a function.
+    """
+    lines, bodies = {*range(first, last + 1)}, set()
+    node: Any
+    for node in ast.walk(_parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            bodies |= {*range(node.body[0].lineno, node.end_lineno + 1)}
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            of_node = range(node.lineno, body[0].lineno if body else node.end_lineno + 1)
+            if of_node.start <= last and first < of_node.stop:
+                lines |= {*of_node}
+    return lines, {*range(first, last + 1)} <= bodies
+
+
+# ----------------------------------------------------------------------- the process of a checkout
+
+
+def in_fork(work: Callable[[], Iterable[Any]], limit: int = LIMIT) -> Iterator[Any]:
+    """Yield what `work` yields in a forked process, until that ends, or takes more than `limit`
+    seconds for one.
+    """
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        os.setpgid(0, 0)
+        try:
+            with open(writer, "w") as answers:
+                for found in work():
+                    print(json.dumps(found), file=answers, flush=True)
+        finally:
+            os._exit(0)
+    os.close(writer)
+
+    def ended(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, ended)
+    try:
+        with open(reader) as answers:
+            signal.alarm(limit)
+            for line in iter(answers.readline, ""):
+                signal.alarm(0)
+                yield json.loads(line)
+                signal.alarm(limit)
+    except TimeoutError:
+        pass
+    finally:
+        signal.alarm(0)
+        for kill in (os.killpg, os.kill):  # the group also holds what the tests have started
+            with contextlib.suppress(ProcessLookupError):
+                kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+class Chosen:
+    """A plugin of pytest that runs groups of cases, each until one fails, until `most` have failed
+    or some seconds have passed. Without groups, each case that pytest has selected runs in a
+    process of its own, which records what it executes.
+    """
+
+    def __init__(self, groups: Sequence[list[str]] | None, most: int, seconds: int) -> None:
+        self.groups, self.most, self.seconds = groups, most, seconds
+        self.failing = ""
+        self.answer: dict[str, Any] = {"failed": []}
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.answer["failed"].append(report.nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failing = report.nodeid
+
+    @pytest.hookimpl(tryfirst=True, hookwrapper=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> Iterator[None]:
+        self.items = {item.nodeid: item for item in items}
+        yield
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        if self.groups is None:
+            items = self.items.items()
+            every = [case for case, item in items if not item.get_closest_marker("with_slow")]
+            default = {x.nodeid: self.alone(self.recorded, x) for x in session.items}
+            self.answer = {"all": every, "default": default}
+            return True
+        groups = [[case for case in group if case in self.items] for group in self.groups]
+        failed, end = self.answer["failed"], time.monotonic() + self.seconds
+        while groups and len(failed) < self.most:
+            ended = 0
+            for failing in in_fork(functools.partial(map, self.run, groups)):
+                ended += 1
+                if failing and self.alone(self.run, [failing]) != "":
+                    failed.append(function_of(failing))
+                if len(failed) == self.most or time.monotonic() > end:
+                    return True
+            rest = groups[ended:]  # that follow where the process has crashed, or took too long
+            if rest and self.alone(self.run, rest[0]) != "":
+                failed.append(function_of(rest[0][0]))
+            groups = rest[1:]
+        return True
+
+    @staticmethod
+    def alone(call: Callable[..., Any], *given: Any) -> Any:
+        """Return what a call returns in a process of its own; None if that does not end."""
+        return next(in_fork(lambda: [call(*given)]), None)
+
+    def run(self, cases: Sequence[str]) -> str:
+        """Return the first of the cases that fails."""
+        self.failing, items = "", [self.items[case] for case in cases]
+        for item, following in zip(items, [*items[1:], None]):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.failing:
+                return item.nodeid
+        return ""
+
+    def recorded(self, item: Any) -> dict[str, Any]:
+        """Run a case, and return its seconds, the lines that it executes, and whether it also runs
+        other processes.
+        """
+        from coverage import Coverage
+
+        start = time.monotonic()
+        files = [f"{os.getcwd()}/{folder}/*" for folder in ("fastformer", "kernels")]
+        coverage = Coverage(data_file=None, include=files)
+        coverage.start()
+        failing = self.run([item.nodeid])
+        coverage.stop()
+        seconds, elsewhere = time.monotonic() - start, sum(os.times()[2:4]) > 0.1
+        data = coverage.get_data()
+        lines = {os.path.relpath(file): data.lines(file) for file in data.measured_files()}
+        return dict(seconds=seconds, failing=failing, elsewhere=elsewhere, lines=lines)
+
+
+def run_pytest(files: Sequence[str], *chosen: Any) -> Iterator[dict[str, Any]]:
+    """Yield the answer of the plugin."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    plugin = Chosen(*chosen)
+    pytest.main(["-p", "no:cacheprovider", "--tb=no", *files], plugins=[plugin])
+    yield plugin.answer
+
+
+def work() -> None:
+    """Answer a `Worker`."""
+    for name in (
+        "torch._dynamo",
+        "torch.distributed",
+        "triton.runtime.interpreter",
+        "transformers",
+    ):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        file, planted, *given = json.loads(line)
+        if file:
+            path, before = Path(file), os.stat(file)
+            original = path.read_text()
+            path.write_text(planted)
+            os.utime(file, (0, 0))  # its bytecode is that of another time
+        answer = in_fork(functools.partial(run_pytest, *given), 20 * LIMIT)
+        print(json.dumps(next(answer, None)), flush=True)
+        if file:
+            path.write_text(original)
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+# ------------------------------------------------------------------------------------- the checkout
+
+
+class Worker:
+    """A copy of the files of the checkout that git does not ignore, and a process there."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE)
         for name in filter(None, listed.stdout.split("\0")):
             if (ROOT / name).exists():  # it may have been deleted and not committed
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, folder / name)
+                shutil.copy2(ROOT / name, folder / name)
+        chosen = dict(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1", OPENBLAS_NUM_THREADS="1")
+        environment = {**os.environ, **chosen, "PYTHONPATH": str(folder)}
+        every = [sys.executable, "-P", "-m", "pytest", "-q", "--collect-only", "--all"]
+        pipes: Any = dict(cwd=folder, env=environment, text=True, stdout=subprocess.PIPE)
+        subprocess.run(every, **pipes)  # writes the bytecode
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
+        own = [sys.executable, "-P", "-m", "benchmarks.proof.mutation", "--work"]
+        self.process = subprocess.Popen(own, stdin=subprocess.PIPE, **pipes)
 
-    def pytest(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
-            cwd=self.folder, env={**os.environ, "PYTHONPATH": str(self.folder)},
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def first_failure(self, tests: Sequence[str], limit: float) -> str | None:
-        """Return the first of the tests that fails, or why the process ended, or None. A test that
-        takes longer than the limit ends the process.
-        """
-        listed = self.folder / "chosen.txt"
-        listed.write_text("\n".join(tests))
-        ends = ["-o", f"faulthandler_timeout={limit}", "-o", "faulthandler_exit_on_timeout=true"]
-        temporary = f"--basetemp={self.folder / 'temporary'}"
-        done = self.pytest("-x", temporary, *ends, f"@{listed}")
-        if not done.returncode:
-            return None
-        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
-        return failed[1] if failed else f"the process ended with {done.returncode}"
-
-
-def record_coverage(scratch: Path) -> None:
-    """Write which default test executes which line, and all tests."""
-    checkout = Checkout(scratch / "coverage")
-    done = checkout.pytest(
-        "-n", "auto", "--dist", "worksteal", f"--basetemp={scratch / 'temporary'}",
-        "--cov=fastformer", "--cov=kernels", "--cov-context=test", "--cov-report=",
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"the tests fail without any bug:\n{done.stdout[-2000:]}")
-    COVERAGE.mkdir(parents=True, exist_ok=True)
-    for name, options in (("default.txt", []), ("all.txt", ["--all"])):
-        listed = checkout.pytest("--collect-only", *options).stdout.splitlines()
-        (COVERAGE / name).write_text("\n".join(line for line in listed if "::" in line))
-    shutil.copy(checkout.folder / ".coverage", COVERAGE / "lines.sqlite")
-
-
-def _lines_of_functions(source: str) -> set[int]:
-    """Return the lines that do not run when the file is imported."""
-    functions = [x for x in ast.walk(_parse(source)) if isinstance(x, ast.FunctionDef)]
-    return {n for x in functions for n in range(x.body[0].lineno, (x.end_lineno or 0) + 1)}
-
-
-class Tests:
-    """The tests that execute a line: those that `pytest` runs, and those that --all adds."""
-
-    def __init__(self) -> None:
-        from coverage import CoverageData
-
-        self._data = CoverageData(str(COVERAGE / "lines.sqlite"))
-        self._data.read()
-        self._all, self._default = (
-            {*(COVERAGE / name).read_text().splitlines()} for name in ("all.txt", "default.txt")
+    def ask(
+        self,
+        files: Iterable[str],
+        bug: Bug | None = None,
+        groups: Any = None,
+        most: int = 0,
+        seconds: int = 20 * LIMIT,
+    ) -> Any:
+        """Run cases of files of tests, with a bug, in a fork."""
+        assert self.process.stdin and self.process.stdout
+        change = (bug.file, bug.planted) if bug else ("", "")
+        print(
+            json.dumps([*change, [*files], groups, most, seconds]),
+            file=self.process.stdin,
+            flush=True,
         )
-        known = {context.partition("|")[0] for context in self._data.measured_contexts()}
-        self._elsewhere = self._default - known  # tests whose child processes run the code
-        self._run = {test.partition("[")[0] for test in self._default}
-
-    def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
-        """Return the default tests and the other tests, one of each function first. All tests
-        depend on a line that runs at import, and those whose child processes run the code on any.
-        """
-        body = _lines_of_functions((ROOT / mutant.file).read_text())
-        default, of_file = set[str](), set[str]()
-        for measured in self._data.measured_files():
-            if measured.endswith("/" + mutant.file):
-                for line, contexts in self._data.contexts_by_lineno(measured).items():
-                    tests = {c.partition("|")[0] for c in contexts if "::" in c}
-                    of_file |= tests
-                    if mutant.first <= line <= mutant.last and line in body:
-                        default |= tests
-        own = default or of_file
-        first = _one_of_each_first(own) + _one_of_each_first(self._elsewhere - own)
-        if not default:
-            default = self._default
-            first += _one_of_each_first(default - own - self._elsewhere)
-        functions = {test.partition("[")[0] for test in default}
-        files = {test.partition("::")[0] for test in default}
-        more = []
-        for test in self._all - default:
-            function, file = test.partition("[")[0], test.partition("::")[0]
-            if function in functions or (file in files and function not in self._run):
-                more.append(test)
-        return first, _one_of_each_first(more)
+        return json.loads(self.process.stdout.readline())
 
 
-def _one_of_each_first(tests: Iterable[str]) -> list[str]:
-    # The first kind changes the text itself, the second needs all tests.
-    tests = [test for test in tests if not re.search("planted|test_selection", test)]
-    seen: dict[str, int] = {}
-    order = {}
-    for test in sorted(tests):
-        function = test.partition("[")[0]
-        order[test] = seen[function] = seen.get(function, -1) + 1
-    return sorted(tests, key=lambda test: order[test])
+def shared_files() -> Iterator[Path]:
+    """Yield the files that tests depend on, other than their own."""
+    yield ROOT / "conftest.py"
+    for folder in ("fastformer", "kernels", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if not path.name.startswith("test_"):
+                yield path
 
 
-@dataclass(frozen=True)
-class Verdict:
-    name: str
-    verdict: str
-    test: str = ""  # that fails
+def record(file: Path, code: str, worker: Worker) -> dict[str, Any]:
+    """Return the cases of a file of tests, and the lines that those that `pytest` runs execute."""
+    known = RECORD / f"{file.stem}-{_digest(f'{code}{file.name}{file.read_text()}')}.json"
+    if not known.exists():
+        found = worker.ask([file.relative_to(ROOT).as_posix()])
+        for case, of_case in found["default"].items():
+            if of_case is None or of_case["failing"]:
+                raise SystemExit(f"{case} fails without any bug")
+        RECORD.mkdir(parents=True, exist_ok=True)
+        known.write_text(json.dumps(found))
+    return json.loads(known.read_text())
 
 
-def attempt(mutant: Mutant, checkout: Checkout, tests: Tests, limit: float) -> Verdict:
-    """Plant the bug, run the tests that execute its lines, and take it out again. A test that fails
-    beside others counts if it also fails alone, and passes without the bug.
-    """
-    file = checkout.folder / mutant.file
-    original = file.read_text()
-    file.write_text(mutant.planted)
-    try:
-        for verdict, chosen in zip(("seen", "seen with --all"), tests.of(mutant)):
-            while chosen:
-                failed = checkout.first_failure(chosen, limit)
-                if failed is None:
-                    break
-                if failed not in chosen:  # a module cannot be imported, or the process ended
-                    return Verdict(mutant.name, verdict, failed)
-                again = checkout.first_failure([failed], limit)
-                file.write_text(original)
-                if again and not checkout.first_failure([failed], limit):
-                    return Verdict(mutant.name, verdict, failed)
-                file.write_text(mutant.planted)
-                chosen = chosen[chosen.index(failed) + 1 :]
-        return Verdict(mutant.name, "unseen")
-    finally:
-        file.write_text(original)
+def attempt(bug: Bug, tests: Tests, commit: str, worker: Worker) -> dict[str, Any]:
+    """Plant a bug, and return its verdict, with the test functions that fail."""
+    start, verdict = time.monotonic(), "equivalent" if bug.equivalent else "unseen"
+    failed = set[str]()
+    for step, cases in zip(("seen", "seen", "seen with --all"), tests.of(bug)):
+        if cases and not failed:
+            files = sorted({case.partition("::")[0] for case in cases})
+            most = (MOST, 20 * LIMIT) if step == "seen" else (1, 2 * LIMIT)
+            found = worker.ask(files, bug, tests.groups(cases), *most)
+            failed = {*(found or {"failed": ["conftest.py"]})["failed"]}
+            verdict = step if failed else verdict
+    seconds = round(time.monotonic() - start, 1)
+    by = dict(tests=sorted(failed), seconds=seconds, commit=commit)
+    return dict(name=bug.name, text=bug.text, verdict=verdict, **by)
 
 
-def save(results: dict[str, list[dict[str, str]]]) -> None:
-    """Write the verdicts, one on a line."""
-    lists = (
-        f"{json.dumps(key)}: [\n" + ",\n".join(map(json.dumps, verdicts)) + "\n]"
-        for key, verdicts in results.items()
-    )
-    RESULT.write_text("{\n" + ",\n".join(lists) + "\n}\n")
+def read() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the verdicts of each table by the name of the bug."""
+    if not RESULT.exists():
+        return {}
+    found = json.loads(RESULT.read_text())
+    names = found.pop("tests")
+    return {
+        table: {v["name"]: v | dict(tests=[names[n] for n in v["tests"]]) for v in verdicts}
+        for table, verdicts in found.items()
+    }
+
+
+def save(results: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Write the verdicts, one on a line; test functions are numbers of those in "tests"."""
+    names = sorted({x for table in results.values() for v in table.values() for x in v["tests"]})
+    numbers = {name: n for n, name in enumerate(names)}
+    text = '{\n"tests": ' + json.dumps(names, indent=0)
+    for table, verdicts in sorted(results.items()):
+        lines = (
+            json.dumps(v | dict(tests=[numbers[x] for x in v["tests"]])) for v in verdicts.values()
+        )
+        text += f",\n{json.dumps(table)}: [\n" + ",\n".join(lines) + "\n]"
+    RESULT.write_text(text + "\n}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -302,41 +495,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=300, help="seconds for a test")
-    parser.add_argument("--resume", action="store_true", help="keep the verdicts on record")
+    parser.add_argument("--resume", action="store_true", help="keep verdicts of the same texts")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if arguments.draw:
-        mutants = drawn(arguments.draw, arguments.seed, ("fastformer", "kernels"))
-        key = f"drawn with seed {arguments.seed}"
-    else:
-        mutants, key = [*written()], "written"
-    mutants = [mutant for mutant in mutants if arguments.only.search(mutant.name)]
-    results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    known = {v["name"]: v for v in results.get(key, [])}
-    verdicts = known if arguments.only.pattern or arguments.resume else {}
+    if arguments.work:
+        work()
+        return 0
+    bugs = [*(drawn(arguments.draw, arguments.seed) if arguments.draw else written())]
+    results = read()
+    for table in {bug.table for bug in bugs}:
+        texts = {bug.name: bug.text for bug in bugs if bug.table == table}
+        known = results.get(table, {}).items()
+        results[table] = {n: v for n, v in known if texts.get(n) == v["text"]}
+    bugs = [bug for bug in bugs if arguments.only.search(f"{bug.table}: {bug.name}")]
     if arguments.resume:
-        mutants = [mutant for mutant in mutants if mutant.name not in verdicts]
-    with tempfile.TemporaryDirectory(prefix="mutation-") as scratch:
-        if not COVERAGE.exists():
-            record_coverage(Path(scratch))
-        tests, free = Tests(), SimpleQueue[Checkout]()
-        for n in range(arguments.workers):
-            free.put(Checkout(Path(scratch) / str(n)))
+        bugs = [bug for bug in bugs if bug.name not in results[bug.table]]
+    described = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(described, cwd=ROOT, text=True, stdout=subprocess.PIPE).stdout.strip()
+    code = "".join(path.read_text() for path in sorted(shared_files()))
+    with (
+        tempfile.TemporaryDirectory(prefix="mutation-") as scratch,
+        ThreadPoolExecutor(arguments.workers) as pool,
+    ):
+        free = queue.SimpleQueue[Worker]()
+        for worker in pool.map(Worker, (Path(scratch) / str(n) for n in range(arguments.workers))):
+            free.put(worker)
 
-        def one(mutant: Mutant) -> Verdict:
-            checkout = free.get()
+        def one(call: Callable[..., Any], *given: Any) -> Any:
+            worker = free.get()
             try:
-                return attempt(mutant, checkout, tests, arguments.limit)
+                return call(*given, worker)
             finally:
-                free.put(checkout)
+                free.put(worker)
 
-        with ThreadPoolExecutor(arguments.workers) as pool:
-            for n, verdict in enumerate(pool.map(one, mutants), 1):
-                print(f"{n}/{len(mutants)}  {verdict.verdict:16} {verdict.name}  {verdict.test}")
-                verdicts[verdict.name] = asdict(verdict)
-                results[key] = [*verdicts.values()]
-                save(results)
-    return int(any(v["verdict"] == "unseen" for v in verdicts.values()))
+        files = sorted(ROOT.glob("tests/**/test_*.py"))
+        tests = Tests(pool.map(lambda file: one(record, file, code), files))
+        verdicts = pool.map(lambda bug: one(attempt, bug, tests, commit), bugs)
+        for n, (bug, verdict) in enumerate(zip(bugs, verdicts), 1):
+            print(n, len(bugs), verdict["verdict"], bug.name, *verdict["tests"][:1], flush=True)
+            results[bug.table][bug.name] = verdict
+            save(results)
+        for _ in range(arguments.workers):
+            free.get().process.communicate()
+    return int(
+        any(v["verdict"] == "unseen" for verdicts in results.values() for v in verdicts.values())
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
 """Processes of one group, over gloo, which compare what is sharded with what is whole.
 
     python parallel_worker.py WORLD FOLDER CHECK ...
-    python parallel_worker.py WORLD FOLDER --broken INDEX ...
 
 One process imports torch and is then forked, because to import it takes longer than the checks. A
 check is a function of parallel_checks.py, which raises where something is wrong. Each process
 prints a line of JSON: the rank, the check and what is wrong, "" for nothing. Where one fails, the
 others are killed.
-
-With --broken each of these bugs of tests/bugs/sharding.tsv runs its check in a group of its own.
 """
 
 import faulthandler
-import importlib
 import json
 import logging
 import os
@@ -34,9 +30,6 @@ torch.set_num_threads(1)  # before the fork: no pool of threads is there to be l
 
 import parallel_checks
 from fastformer.kernels import interpreter
-from mutants import SHARDING, SHARDING_SOURCES
-
-from fastformer import description
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 interpreter.repair()
@@ -71,47 +64,23 @@ def main(rank: int, world: int, file: str, names: list[str]) -> bool:
     return False
 
 
-def run(world: int, file: str, names: list[str], broken: tuple[str, str] | None = None) -> bool:
-    """Run the checks in a group of processes, and return whether one has failed."""
+def run(world: int, file: str, names: list[str]) -> None:
+    """Run the checks in a group of processes."""
     processes = set()
     for rank in range(world):
         process = os.fork()
         if process == 0:
-            if broken is not None:
-                replace_rule(*broken)
             failed = main(rank, world, file, names)
             os._exit(FAILED if failed else 0)  # torch's own threads are left, whose end is a race
         processes.add(process)
-    failed = False
     while processes:
         process, status = os.wait()
         processes.remove(process)
-        if os.waitstatus_to_exitcode(status) == FAILED and not failed:
-            failed = True
+        if os.waitstatus_to_exitcode(status) == FAILED:
             for other in processes:
                 os.kill(other, signal.SIGKILL)
-    return failed
-
-
-def replace_rule(rule: str, broken: str) -> None:
-    """Run the text of the module that has a rule once more, with the rule broken."""
-    [path] = [path for path in SHARDING_SOURCES if rule in path.read_text()]
-    source = path.read_text()
-    assert source.count(rule) == 1, rule
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    module = importlib.import_module(name)
-    names = dict(vars(module)) if module is description else vars(module)
-    exec(compile(source.replace(rule, broken), str(path), "exec"), names)
-    if module is description:  # whose classes others have imported
-        description.OPTIONS = names["OPTIONS"]
 
 
 if __name__ == "__main__":
     world, folder, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    if names[0] != "--broken":
-        run(world, f"{folder}/{world}-{'-'.join(names)}", names)
-    else:
-        for index in map(int, names[1:]):
-            check, *rule = SHARDING[index]
-            found = run(world, f"{folder}/broken-{index}", [check], tuple(rule))
-            os.write(1, (json.dumps({"broken": index, "found": found}) + "\n").encode())
+    run(world, f"{folder}/{world}-{'-'.join(names)}", names)

@@ -20,7 +20,6 @@ from benchmarks.proof import gluon_simulator
 from fastformer import use_backend
 
 ROW = "Gluon 128 128"
-Edit = tuple[str, str, str]  # a function of the kernel, and what to replace in its text
 OUTPUTS = ("O", "LSE", "STATISTICS", "DQ", "DK", "DV", "DBIAS")
 
 
@@ -71,16 +70,15 @@ def inputs(
 
 
 @functools.cache
-def kernel(name: str, edits: tuple[Edit, ...]) -> gluon_simulator.Kernel:
-    of = {function: [e[1:] for e in edits if e[0] == function] for function, *_ in edits}
+def kernel(name: str) -> gluon_simulator.Kernel:
     # The simulator has no 16-bit registers that two values could share.
     packing = dict(pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, layout: p)
     others = interpreter.replaced | packing
-    return gluon_simulator.Kernel(getattr(plan, name), of, others)
+    return gluon_simulator.Kernel(getattr(plan, name), others)
 
 
 @contextlib.contextmanager
-def simulated(*edits: Edit, seed: int = 0, bounds: bool = False, **row: Any) -> Iterator[list[Any]]:
+def simulated(seed: int = 0, bounds: bool = False, **row: Any) -> Iterator[list[Any]]:
     """Plan calls as on a GPU of sm_90 for which this kernel was measured to be the fastest, by a
     row of 128 x 64, or another one, and with bounds of masks or without, and run it in the
     simulator. Yield the list of what it is launched with. All other kernels run in Triton's
@@ -89,13 +87,12 @@ def simulated(*edits: Edit, seed: int = 0, bounds: bool = False, **row: Any) -> 
     rows = dict(HOPPER={ROW: Row(128, 64, 4, 2)._replace(**row)})
     ways = {"attention forward": ROW}
     ways["attention forward bounds"] = "bounds" if bounds else "all tiles"
-    with chosen(ways, rows, edits, seed) as launched:
+    with chosen(ways, rows, seed) as launched:
         yield launched
 
 
 @contextlib.contextmanager
 def simulated_backward(
-    *edits: Edit,
     kernels: tuple[str, ...] = ("dq", "dkdv"),
     rows: int = 64,
     columns: int = 64,
@@ -111,21 +108,19 @@ def simulated_backward(
     known = dict(HOPPER_BACKWARD={n: {ROW: tiles[n]} for n in kernels})
     ways = {f"attention {n}": ROW for n in kernels}
     ways["attention backward bounds"] = "bounds" if bounds else "all tiles"
-    with chosen(ways, known, edits, seed) as launched:
+    with chosen(ways, known, seed) as launched:
         yield launched
 
 
 @contextlib.contextmanager
-def simulated_short(*edits: Edit, seed: int = 0) -> Iterator[list[Any]]:
+def simulated_short(seed: int = 0) -> Iterator[list[Any]]:
     """The same for the backward of short sequences in one kernel."""
-    with chosen({plan.SHORT_KEY: plan.SHORT_ROW}, {}, edits, seed) as launched:
+    with chosen({plan.SHORT_KEY: plan.SHORT_ROW}, {}, seed) as launched:
         yield launched
 
 
 @contextlib.contextmanager
-def chosen(
-    ways: dict[str, str], rows: dict[str, Any], edits: tuple[Edit, ...], seed: int
-) -> Iterator[list[Any]]:
+def chosen(ways: dict[str, str], rows: dict[str, Any], seed: int) -> Iterator[list[Any]]:
     through_triton, launched = Launch.through_triton, []
 
     def run(launch: Any, *pointers: Any) -> None:
@@ -152,7 +147,7 @@ def chosen(
         ]
         arguments = dict(zip(names, (*given, *launch._arguments), strict=True))
         launched.append(arguments)
-        kernel(name, edits).run(arguments, launch._grid, seed)
+        kernel(name).run(arguments, launch._grid, seed)
         for name, x in zip(names, pointers):
             if name in OUTPUTS and x.numel():
                 memory(x).copy_(torch.from_numpy(arguments[name].array))
@@ -161,13 +156,25 @@ def chosen(
                     memory(y).copy_(torch.from_numpy(written.array))
 
     with (
-        torch.no_grad() if edits else contextlib.nullcontext(),
         use_backend("triton"),
         tuned.forced({plan.SHORT_KEY: plan.SEPARATE} | ways),
         replaced(plan, architecture=lambda device: "sm_90", **rows),
         replaced(Launch, through_triton=run),
     ):
         yield launched
+
+
+@contextlib.contextmanager
+def stores() -> Iterator[set[str]]:
+    """Yield the names of the shared memory that the kernels store to, other than by TMA."""
+    shared, names = gluon_simulator.Shared, set()
+
+    def store(self: Any, value: Any, former: Any = shared.store) -> None:
+        names.add(self.cells[0].name.partition("[")[0])
+        former(self, value)
+
+    with replaced(shared, store=store):
+        yield names
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from mutants import OWN, PLANTED
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
@@ -762,27 +761,17 @@ def test_a_checkpoint_keeps_no_gradient(device):
         torch.testing.assert_close(torch.autograd.grad(loss, x)[0], want)
 
 
-# ------------------------------------------------------------------------------------------- bugs
-
-BUGS = PLANTED["cross_entropy"] | OWN["cross_entropy"]
-
-
-@pytest.mark.parametrize("bug", [None, *BUGS])
-def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_check, bug):
+def test_every_option_in_several_blocks(device, against_oracle, monkeypatch):
     from fastformer.kernels import cross_entropy
 
     monkeypatch.setattr(cross_entropy.launchers, "configuration", lambda *_: (16, 4))
     monkeypatch.setattr(cross_entropy.launchers, "group_size", lambda *_: 4)
-
-    def check():
-        more = "weights, smoothed, z-loss", "weights, kl, sum", "every option, none", "entropy"
-        for case in ("kl", "kl, none", "smoothed, ignored", *more):
-            target = target_of(case, 9, classes=37, device=device)
-            x = linear(9, 8, 37, device=device)
-            op = joined(functional.linear_cross_entropy)
-            against_oracle(op, x, target=target, **CASES[case])
-
-    plant_and_check(cross_entropy, BUGS.get(bug), check)
+    op = joined(functional.linear_cross_entropy)
+    more = "weights, smoothed, z-loss", "weights, kl, sum", "every option, none", "entropy"
+    for case in ("kl", "kl, none", "smoothed, ignored", *more):
+        target = target_of(case, 9, classes=37, device=device)
+        with use_backend("triton"):
+            against_oracle(op, linear(9, 8, 37, device=device), target=target, **CASES[case])
 
 
 # -------------------------------------------------------------------------------------- bad input

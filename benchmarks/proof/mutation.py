@@ -46,7 +46,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -452,16 +452,16 @@ def attempt(bug: Bug, tests: Tests, commit: str, worker: Worker) -> dict[str, An
     """Plant a bug, and return its verdict, with the test functions that fail."""
     start, verdict = time.monotonic(), "equivalent" if bug.equivalent else "unseen"
     failed = set[str]()
-    for step, cases in zip(("seen", "seen", "seen with --all"), tests.of(bug)):
+    steps = ("seen", 20 * LIMIT), ("seen", LIMIT), ("seen with --all", LIMIT)
+    for (step, limit), cases in zip(steps, tests.of(bug)):
         if cases and not failed:
             files = sorted({case.partition("::")[0] for case in cases})
-            most = (MOST, 20 * LIMIT) if step == "seen" else (1, 2 * LIMIT)
-            found = worker.ask(files, bug, tests.groups(cases), *most)
+            found = worker.ask(files, bug, tests.groups(cases), MOST, limit)
             failed = {*(found or {"failed": ["conftest.py"]})["failed"]}
             verdict = step if failed else verdict
     seconds = round(time.monotonic() - start, 1)
     by = dict(tests=sorted(failed), seconds=seconds, commit=commit)
-    return dict(name=bug.name, text=bug.text, verdict=verdict, **by)
+    return dict(table=bug.table, name=bug.name, text=bug.text, verdict=verdict, **by)
 
 
 def read() -> dict[str, dict[str, dict[str, Any]]]:
@@ -530,10 +530,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         files = sorted(ROOT.glob("tests/**/test_*.py"))
         tests = Tests(pool.map(lambda file: one(record, file, code), files))
-        verdicts = pool.map(lambda bug: one(attempt, bug, tests, commit), bugs)
-        for n, (bug, verdict) in enumerate(zip(bugs, verdicts), 1):
-            print(n, len(bugs), verdict["verdict"], bug.name, *verdict["tests"][:1], flush=True)
-            results[bug.table][bug.name] = verdict
+        done = [pool.submit(one, attempt, bug, tests, commit) for bug in bugs]
+        for n, verdict in enumerate(map(Future.result, as_completed(done)), 1):
+            print(n, len(bugs), *verdict.values(), flush=True)
+            results[verdict.pop("table")][verdict["name"]] = verdict
             save(results)
         for _ in range(arguments.workers):
             free.get().process.communicate()

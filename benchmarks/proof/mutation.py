@@ -3,6 +3,7 @@
     python -m benchmarks.proof.mutation                        the tables in tests/bugs/
     python -m benchmarks.proof.mutation --only '^memory'       those whose table or name matches
     python -m benchmarks.proof.mutation --draw 100 --seed 7    100 small changes, drawn at random
+    python -m benchmarks.proof.mutation --alone                which bugs one function alone sees
 
 A line of a table has a file, the name of the bug, a function or `Class.method` (without one, the
 whole file), a text that stands once in it, and the text that takes its place; tabs part them, and
@@ -61,7 +62,7 @@ RECORD = ROOT / "build" / "mutation"
 LIMIT = 100  # seconds of a test function
 MOST = 5  # functions, after which no more are tried
 VERDICTS = "seen", "seen with --all", "equivalent", "unseen"
-FOLDERS = {"sharding": "tests/distributed/"}  # of tables whose bugs no other tests see
+IMPORTED = "torch._dynamo", "torch.distributed", "triton.runtime.interpreter", "transformers"
 # Changes that stop a module from being imported, or that nothing calls.
 NO_OPERATORS = ("RemoveDecorator", "Exception", "NoOp", "Break", "Continue")
 
@@ -186,17 +187,18 @@ class Tests:
         """Return the cases of each of the three steps. On a line that runs when a module is
         imported all tests depend.
         """
+        if bug.table == "sharding":  # a name begins with that of a case of several processes
+            case = re.compile(rf"tests/distributed/.*\[{bug.name.split()[1]}\b")
+            found = {x for x in self.all if case.match(x)}
+            return [sorted(found & {*self.default}), [], sorted(found - {*self.default})]
         lines, in_functions = _statements((ROOT / bug.file).read_text(), bug.first, bug.last)
         found = {case for line in lines for case in self.executing[bug.file][line]}
         if not in_functions:
             found = {*self.default}
-        of_table = FOLDERS.get(bug.table, "")
         parts = bug.file.split("/")
-        folder = of_table or f"tests/{'ops' if parts[0] == 'kernels' else parts[1]}/"
+        folder = f"tests/{'ops' if parts[0] == 'kernels' else parts[1]}/"
         near = {case for case in found if case.startswith(folder)}
-        if of_table:
-            found = near
-        far = found | {case for case, x in self.default.items() if x["elsewhere"] and not of_table}
+        far = {case for case, x in self.default.items() if x["elsewhere"]} | found - near
         functions, files = {*map(function_of, found)}, {x.partition("::")[0] for x in found}
         usual = {*map(function_of, self.default)}
         more = [
@@ -206,7 +208,7 @@ class Tests:
             if (function := function_of(case)) in functions
             or (function not in usual and case.partition("::")[0] in files)
         ]
-        return [sorted(near), sorted(far - near), sorted(more)]
+        return [sorted(near), sorted(far), sorted(more)]
 
     def groups(self, cases: Iterable[str]) -> list[list[str]]:
         """Return the cases of each function, the function that takes the least time first."""
@@ -221,14 +223,15 @@ def _statements(source: str, first: int, last: int) -> tuple[set[int], bool]:
     """Return the lines of the statements that hold lines, of a compound one those of its head, and
     whether they stand in a function.
     """
-    lines, bodies = {*range(first, last + 1)}, set()
+    lines, bodies = {*range(first, last + 1)}, set[int]()
     node: Any
     for node in ast.walk(_parse(source)):
+        end = getattr(node, "end_lineno", 0) + 1
         if isinstance(node, ast.FunctionDef):
-            bodies |= {*range(node.body[0].lineno, node.end_lineno + 1)}
+            bodies |= {*range(node.body[0].lineno, end)}
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
-            of_node = range(node.lineno, body[0].lineno if body else node.end_lineno + 1)
+            of_node = range(node.lineno, body[0].lineno if body else end)
             if of_node.start <= last and first < of_node.stop:
                 lines |= {*of_node}
     return lines, {*range(first, last + 1)} <= bodies
@@ -364,12 +367,7 @@ def run_pytest(files: Sequence[str], *chosen: Any) -> Iterator[dict[str, Any]]:
 
 def work() -> None:
     """Answer a `Worker`."""
-    for name in (
-        "torch._dynamo",
-        "torch.distributed",
-        "triton.runtime.interpreter",
-        "transformers",
-    ):
+    for name in IMPORTED:
         importlib.import_module(name)
     for line in sys.stdin:
         file, planted, *given = json.loads(line)
@@ -407,22 +405,10 @@ class Worker:
         own = [sys.executable, "-P", "-m", "benchmarks.proof.mutation", "--work"]
         self.process = subprocess.Popen(own, stdin=subprocess.PIPE, **pipes)
 
-    def ask(
-        self,
-        files: Iterable[str],
-        bug: Bug | None = None,
-        groups: Any = None,
-        most: int = 0,
-        seconds: int = 20 * LIMIT,
-    ) -> Any:
-        """Run cases of files of tests, with a bug, in a fork."""
+    def ask(self, *question: Any) -> Any:
+        """Return the answer to a file, its text with a bug, files of tests, what is `Chosen`."""
         assert self.process.stdin and self.process.stdout
-        change = (bug.file, bug.planted) if bug else ("", "")
-        print(
-            json.dumps([*change, [*files], groups, most, seconds]),
-            file=self.process.stdin,
-            flush=True,
-        )
+        print(json.dumps(question), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
 
@@ -437,9 +423,12 @@ def shared_files() -> Iterator[Path]:
 
 def record(file: Path, code: str, worker: Worker) -> dict[str, Any]:
     """Return the cases of a file of tests, and the lines that those that `pytest` runs execute."""
-    known = RECORD / f"{file.stem}-{_digest(f'{code}{file.name}{file.read_text()}')}.json"
+    name = file.relative_to(ROOT).as_posix()
+    chosen = "".join((ROOT / "tests" / x).read_text() for x in ("killers.txt", "gpu.txt"))
+    own = re.findall(rf"^{name}.*", chosen, re.M)
+    known = RECORD / f"{file.stem}-{_digest(f'{code}{own}{file.read_text()}')}.json"
     if not known.exists():
-        found = worker.ask([file.relative_to(ROOT).as_posix()])
+        found = worker.ask("", "", [name], None, 0, 0)
         for case, of_case in found["default"].items():
             if of_case is None or of_case["failing"]:
                 raise SystemExit(f"{case} fails without any bug")
@@ -456,7 +445,8 @@ def attempt(bug: Bug, tests: Tests, commit: str, worker: Worker) -> dict[str, An
     for (step, limit), cases in zip(steps, tests.of(bug)):
         if cases and not failed:
             files = sorted({case.partition("::")[0] for case in cases})
-            found = worker.ask(files, bug, tests.groups(cases), MOST, limit)
+            groups = tests.groups(cases)
+            found = worker.ask(bug.file, bug.planted, files, groups, MOST, limit)
             failed = {*(found or {"failed": ["conftest.py"]})["failed"]}
             verdict = step if failed else verdict
     seconds = round(time.monotonic() - start, 1)
@@ -480,7 +470,7 @@ def save(results: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Write the verdicts, one on a line; test functions are numbers of those in "tests"."""
     names = sorted({x for table in results.values() for v in table.values() for x in v["tests"]})
     numbers = {name: n for n, name in enumerate(names)}
-    text = '{\n"tests": ' + json.dumps(names, indent=0)
+    text = '{\n"tests": ' + json.dumps(names)
     for table, verdicts in sorted(results.items()):
         lines = (
             json.dumps(v | dict(tests=[numbers[x] for x in v["tests"]])) for v in verdicts.values()
@@ -496,10 +486,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="keep verdicts of the same texts")
+    parser.add_argument("--alone", action="store_true", help="list what one function alone sees")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.work:
         work()
+        return 0
+    if arguments.alone:
+        every = [v for table in read().values() for v in table.values() if len(v["tests"]) == 1]
+        print(*sorted(f"{v['tests'][0]}  {v['name']}" for v in every), sep="\n")
         return 0
     bugs = [*(drawn(arguments.draw, arguments.seed) if arguments.draw else written())]
     results = read()
@@ -537,9 +532,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             save(results)
         for _ in range(arguments.workers):
             free.get().process.communicate()
-    return int(
-        any(v["verdict"] == "unseen" for verdicts in results.values() for v in verdicts.values())
-    )
+    return int(any(v["verdict"] == "unseen" for table in results.values() for v in table.values()))
 
 
 if __name__ == "__main__":

@@ -59,8 +59,11 @@ from benchmarks import ROOT
 TABLES = ROOT / "tests" / "bugs"
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
 RECORD = ROOT / "build" / "mutation"
-LIMIT = 100  # seconds of a test function
-MOST = 5  # functions, after which no more are tried
+LIMIT = 120  # seconds of a step, and of a test function
+MOST, SOON = (
+    5,
+    30,
+)  # once a test has failed: functions that fail, or seconds, after which a step ends
 VERDICTS = "seen", "seen with --all", "equivalent", "unseen"
 IMPORTED = "torch._dynamo", "torch.distributed", "triton.runtime.interpreter", "transformers"
 # Changes that stop a module from being imported, or that nothing calls.
@@ -195,8 +198,8 @@ class Tests:
         found = {case for line in lines for case in self.executing[bug.file][line]}
         if not in_functions:
             found = {*self.default}
-        parts = bug.file.split("/")
-        folder = f"tests/{'ops' if parts[0] == 'kernels' else parts[1]}/"
+        folder = f"tests/{'ops' if bug.file.startswith('kernels/') else bug.file.split('/')[1]}/"
+        folder = folder if (ROOT / folder).exists() else "tests/"
         near = {case for case in found if case.startswith(folder)}
         far = {case for case, x in self.default.items() if x["elsewhere"]} | found - near
         functions, files = {*map(function_of, found)}, {x.partition("::")[0] for x in found}
@@ -277,13 +280,12 @@ def in_fork(work: Callable[[], Iterable[Any]], limit: int = LIMIT) -> Iterator[A
 
 
 class Chosen:
-    """A plugin of pytest that runs groups of cases, each until one fails, until `most` have failed
-    or some seconds have passed. Without groups, each case that pytest has selected runs in a
-    process of its own, which records what it executes.
+    """A plugin of pytest that runs groups of cases, each until one fails. Without groups, each case
+    that pytest has selected runs in a process of its own, which records what it executes.
     """
 
-    def __init__(self, groups: Sequence[list[str]] | None, most: int, seconds: int) -> None:
-        self.groups, self.most, self.seconds = groups, most, seconds
+    def __init__(self, groups: Sequence[list[str]] | None) -> None:
+        self.groups = groups
         self.failing = ""
         self.answer: dict[str, Any] = {"failed": []}
 
@@ -308,14 +310,15 @@ class Chosen:
             self.answer = {"all": every, "default": default}
             return True
         groups = [[case for case in group if case in self.items] for group in self.groups]
-        failed, end = self.answer["failed"], time.monotonic() + self.seconds
-        while groups and len(failed) < self.most:
+        failed, soon = self.answer["failed"], time.monotonic() + SOON
+        end = soon - SOON + LIMIT
+        while groups and len(failed) < MOST:
             ended = 0
             for failing in in_fork(functools.partial(map, self.run, groups)):
                 ended += 1
                 if failing and self.alone(self.run, [failing]) != "":
                     failed.append(function_of(failing))
-                if len(failed) == self.most or time.monotonic() > end:
+                if len(failed) == MOST or time.monotonic() > (soon if failed else end):
                     return True
             rest = groups[ended:]  # that follow where the process has crashed, or took too long
             if rest and self.alone(self.run, rest[0]) != "":
@@ -355,12 +358,12 @@ class Chosen:
         return dict(seconds=seconds, failing=failing, elsewhere=elsewhere, lines=lines)
 
 
-def run_pytest(files: Sequence[str], *chosen: Any) -> Iterator[dict[str, Any]]:
+def run_pytest(files: Sequence[str], groups: Any) -> Iterator[dict[str, Any]]:
     """Yield the answer of the plugin."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    plugin = Chosen(*chosen)
+    plugin = Chosen(groups)
     pytest.main(["-p", "no:cacheprovider", "--tb=no", *files], plugins=[plugin])
     yield plugin.answer
 
@@ -376,7 +379,7 @@ def work() -> None:
             original = path.read_text()
             path.write_text(planted)
             os.utime(file, (0, 0))  # its bytecode is that of another time
-        answer = in_fork(functools.partial(run_pytest, *given), 20 * LIMIT)
+        answer = in_fork(functools.partial(run_pytest, *given), 10 * LIMIT)
         print(json.dumps(next(answer, None)), flush=True)
         if file:
             path.write_text(original)
@@ -428,7 +431,7 @@ def record(file: Path, code: str, worker: Worker) -> dict[str, Any]:
     own = re.findall(rf"^{name}.*", chosen, re.M)
     known = RECORD / f"{file.stem}-{_digest(f'{code}{own}{file.read_text()}')}.json"
     if not known.exists():
-        found = worker.ask("", "", [name], None, 0, 0)
+        found = worker.ask("", "", [name], None)
         for case, of_case in found["default"].items():
             if of_case is None or of_case["failing"]:
                 raise SystemExit(f"{case} fails without any bug")
@@ -441,12 +444,11 @@ def attempt(bug: Bug, tests: Tests, commit: str, worker: Worker) -> dict[str, An
     """Plant a bug, and return its verdict, with the test functions that fail."""
     start, verdict = time.monotonic(), "equivalent" if bug.equivalent else "unseen"
     failed = set[str]()
-    steps = ("seen", 20 * LIMIT), ("seen", LIMIT), ("seen with --all", LIMIT)
-    for (step, limit), cases in zip(steps, tests.of(bug)):
+    for step, cases in zip(("seen", "seen", "seen with --all"), tests.of(bug)):
         if cases and not failed:
             files = sorted({case.partition("::")[0] for case in cases})
             groups = tests.groups(cases)
-            found = worker.ask(bug.file, bug.planted, files, groups, MOST, limit)
+            found = worker.ask(bug.file, bug.planted, files, groups)
             failed = {*(found or {"failed": ["conftest.py"]})["failed"]}
             verdict = step if failed else verdict
     seconds = round(time.monotonic() - start, 1)

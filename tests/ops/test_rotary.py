@@ -278,6 +278,7 @@ SCALINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("length", [40, 100])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_frequencies_are_those_of_transformers(name, length):

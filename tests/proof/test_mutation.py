@@ -50,18 +50,15 @@ def test_the_runner_names_the_functions_that_fail(tmp_path):
     groups += [[f"test_code.py::test_{name}"] for name in others]
     broken = "code_under_test.py", CODE.replace("2 * x", "3 * x")
     unreadable = "code_under_test.py", "def"
-    questions = [
-        [*change, ["test_code.py"], groups, most, 1000]
-        for change, most in ((broken, 9), (broken, 1), (unreadable, 9), (("", ""), 9))
-    ]
+    changes = broken, unreadable, ("", "")
     process = subprocess.run(
         [sys.executable, "-m", "benchmarks.proof.mutation", "--work"],
-        input="".join(json.dumps(question) + "\n" for question in questions),
+        input="".join(json.dumps([*change, ["test_code.py"], groups]) + "\n" for change in changes),
         cwd=tmp_path, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True,
     )  # fmt: skip
     found = [json.loads(line)["failed"] for line in process.stdout.splitlines()]
     double, ends = "test_code.py::test_double", "test_code.py::test_that_ends_the_process"
-    assert found == [[double, ends], [double], ["test_code.py"], []], process.stderr
+    assert found == [[double, ends], ["test_code.py"], []], process.stderr
     assert (tmp_path / "code_under_test.py").read_text() == CODE
 
 

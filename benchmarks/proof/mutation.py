@@ -45,7 +45,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -180,6 +180,7 @@ class Tests:
         for of_file in recorded:
             self.all += of_file["all"]
             self.default |= of_file["default"]
+        self.seen = defaultdict[str, Counter[str]](Counter)  # bugs, by file and function
         self.executing: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for case, of_case in self.default.items():
             for file, lines in of_case["lines"].items():
@@ -213,13 +214,16 @@ class Tests:
         ]
         return [sorted(near), sorted(far), sorted(more)]
 
-    def groups(self, cases: Iterable[str]) -> list[list[str]]:
-        """Return the cases of each function, the function that takes the least time first."""
+    def groups(self, cases: Iterable[str], file: str) -> list[list[str]]:
+        """Return the cases of each function: first those that saw most other bugs of the file, and
+        of two the one that takes less time.
+        """
         groups, seconds = defaultdict[str, list[str]](list), defaultdict[str, float](float)
         for case in cases:
             groups[function_of(case)].append(case)
             seconds[function_of(case)] += self.default.get(case, {"seconds": 1})["seconds"]
-        return [groups[function] for function in sorted(groups, key=seconds.__getitem__)]
+        seen = self.seen[file]
+        return [groups[x] for x in sorted(groups, key=lambda x: (-seen[x], seconds[x]))]
 
 
 def _statements(source: str, first: int, last: int) -> tuple[set[int], bool]:
@@ -447,10 +451,11 @@ def attempt(bug: Bug, tests: Tests, commit: str, worker: Worker) -> dict[str, An
     for step, cases in zip(("seen", "seen", "seen with --all"), tests.of(bug)):
         if cases and not failed:
             files = sorted({case.partition("::")[0] for case in cases})
-            groups = tests.groups(cases)
+            groups = tests.groups(cases, bug.file)
             found = worker.ask(bug.file, bug.planted, files, groups)
             failed = {*(found or {"failed": ["conftest.py"]})["failed"]}
             verdict = step if failed else verdict
+    tests.seen[bug.file].update(failed)
     seconds = round(time.monotonic() - start, 1)
     by = dict(tests=sorted(failed), seconds=seconds, commit=commit)
     return dict(table=bug.table, name=bug.name, text=bug.text, verdict=verdict, **by)
@@ -487,7 +492,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--resume", action="store_true", help="keep verdicts of the same texts")
+    parser.add_argument(
+        "--resume", action="store_true", help="try what has no verdict, or is unseen"
+    )
     parser.add_argument("--alone", action="store_true", help="list what one function alone sees")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -506,7 +513,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[table] = {n: v for n, v in known if texts.get(n) == v["text"]}
     bugs = [bug for bug in bugs if arguments.only.search(f"{bug.table}: {bug.name}")]
     if arguments.resume:
-        bugs = [bug for bug in bugs if bug.name not in results[bug.table]]
+        unseen = {"verdict": "unseen"}
+        bugs = [x for x in bugs if results[x.table].get(x.name, unseen)["verdict"] == "unseen"]
     described = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(described, cwd=ROOT, text=True, stdout=subprocess.PIPE).stdout.strip()
     code = "".join(path.read_text() for path in sorted(shared_files()))
@@ -527,6 +535,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         files = sorted(ROOT.glob("tests/**/test_*.py"))
         tests = Tests(pool.map(lambda file: one(record, file, code), files))
+        for verdict in (v for table in results.values() for v in table.values()):
+            tests.seen[verdict["name"].partition(": ")[0]].update(verdict["tests"])
         done = [pool.submit(one, attempt, bug, tests, commit) for bug in bugs]
         for n, verdict in enumerate(map(Future.result, as_completed(done)), 1):
             print(n, len(bugs), *verdict.values(), flush=True)

@@ -500,22 +500,27 @@ def mutation_table() -> list[str]:
     """Tabulate how many of the planted bugs the tests see."""
     from benchmarks.proof import mutation
 
-    found, commits, slow = [], set(), []
-    for table, verdicts in mutation.read().items():
-        counts = Counter(v["verdict"] for v in verdicts.values())
-        counts["one"] = sum(len(v["tests"]) == 1 for v in verdicts.values())
-        found.append(
-            [table, len(verdicts), *(counts[kind] for kind in (*mutation.VERDICTS, "one"))]
-        )
-        commits |= {v["commit"] for v in verdicts.values()}
-        slow += [name for name, v in verdicts.items() if v["verdict"] == "seen with --all"]
+    results = mutation.read()
+    lines = Counter(bug.table for bug in mutation.written())
+    rows = []
+    for table in sorted({*lines, *results}):
+        verdicts = results.get(table, {}).values()
+        counts = Counter(v["verdict"] for v in verdicts)
+        alone = sum(len(v["tests"]) == 1 for v in verdicts)
+        rows.append([table, lines[table] or len(verdicts), len(verdicts)])
+        rows[-1] += [*(counts[kind] for kind in mutation.VERDICTS), alone]
+    every = [v for verdicts in results.values() for v in verdicts.values()]
+    commits = ", ".join(sorted({v["commit"] for v in every}))
+    slow = [f"- {v['name']}" for v in every if v["verdict"] == "seen with --all"]
     return [
-        "## Planted bugs\n",
-        f"`python -m benchmarks.proof.mutation` planted these, one at a time (commit {commits}).",
-        "A bug is seen if a test that `pytest` runs fails, or one that `pytest --all` adds.\n",
-        *markdown_table(["table", "bugs", *mutation.VERDICTS, "seen by one test function"], found),
-        "\nSeen with --all alone:\n",
-        *(f"- {name}" for name in slow),
+        "## Planted bugs",
+        "",
+        "`python -m benchmarks.proof.mutation` plants them, one at a time. A bug is seen if a",
+        "test fails that `pytest` runs, or one that `pytest --all` adds. The last column counts",
+        f"those that one function sees, as far as it looked for others. Commits: {commits}.",
+        "",
+        *markdown_table(["table", "bugs", "tried", *mutation.VERDICTS, "by one function"], rows),
+        *(["", "Seen with --all alone:", "", *slow] if slow else []),
     ]
 
 

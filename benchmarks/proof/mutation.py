@@ -174,13 +174,18 @@ def function_of(case: str) -> str:
 class Tests:
     """The cases that `pytest` runs with the lines that they execute, and those that --all adds."""
 
-    def __init__(self, recorded: Iterable[dict[str, Any]]) -> None:
+    def __init__(
+        self, recorded: Iterable[dict[str, Any]], verdicts: Iterable[dict[str, Any]]
+    ) -> None:
         self.all: list[str] = []
         self.default: dict[str, dict[str, Any]] = {}  # case: seconds, elsewhere, lines by file
         for of_file in recorded:
             self.all += of_file["all"]
             self.default |= of_file["default"]
+        self.before = {v["name"]: v["tests"] for v in verdicts}
         self.seen = defaultdict[str, Counter[str]](Counter)  # bugs, by file and function
+        for name, functions in self.before.items():
+            self.seen[name.partition(": ")[0]].update(functions)
         self.executing: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for case, of_case in self.default.items():
             for file, lines in of_case["lines"].items():
@@ -214,16 +219,17 @@ class Tests:
         ]
         return [sorted(near), sorted(far), sorted(more)]
 
-    def groups(self, cases: Iterable[str], file: str) -> list[list[str]]:
-        """Return the cases of each function: first those that saw most other bugs of the file, and
-        of two the one that takes less time.
+    def groups(self, cases: Iterable[str], bug: Bug) -> list[list[str]]:
+        """Return the cases of each function: first those that saw the bug before, then those that
+        saw most other bugs of the file, and of two the one that takes less time.
         """
         groups, seconds = defaultdict[str, list[str]](list), defaultdict[str, float](float)
         for case in cases:
             groups[function_of(case)].append(case)
             seconds[function_of(case)] += self.default.get(case, {"seconds": 1})["seconds"]
-        seen = self.seen[file]
-        return [groups[x] for x in sorted(groups, key=lambda x: (-seen[x], seconds[x]))]
+        before, others = self.before.get(bug.name, ()), self.seen[bug.file]
+        order = sorted(groups, key=lambda x: (x not in before, -others[x], seconds[x]))
+        return [groups[function] for function in order]
 
 
 def _statements(source: str, first: int, last: int) -> tuple[set[int], bool]:
@@ -451,7 +457,7 @@ def attempt(bug: Bug, tests: Tests, commit: str, worker: Worker) -> dict[str, An
     for step, cases in zip(("seen", "seen", "seen with --all"), tests.of(bug)):
         if cases and not failed:
             files = sorted({case.partition("::")[0] for case in cases})
-            groups = tests.groups(cases, bug.file)
+            groups = tests.groups(cases, bug)
             found = worker.ask(bug.file, bug.planted, files, groups)
             failed = {*(found or {"failed": ["conftest.py"]})["failed"]}
             verdict = step if failed else verdict
@@ -507,6 +513,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     bugs = [*(drawn(arguments.draw, arguments.seed) if arguments.draw else written())]
     results = read()
+    before = [v for table in results.values() for v in table.values()]
     for table in {bug.table for bug in bugs}:
         texts = {bug.name: bug.text for bug in bugs if bug.table == table}
         known = results.get(table, {}).items()
@@ -534,9 +541,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 free.put(worker)
 
         files = sorted(ROOT.glob("tests/**/test_*.py"))
-        tests = Tests(pool.map(lambda file: one(record, file, code), files))
-        for verdict in (v for table in results.values() for v in table.values()):
-            tests.seen[verdict["name"].partition(": ")[0]].update(verdict["tests"])
+        tests = Tests(pool.map(lambda file: one(record, file, code), files), before)
         done = [pool.submit(one, attempt, bug, tests, commit) for bug in bugs]
         for n, verdict in enumerate(map(Future.result, as_completed(done)), 1):
             print(n, len(bugs), *verdict.values(), flush=True)

@@ -23,7 +23,8 @@ keeps this until the code changes). So a bug costs the cases that execute its li
 3. Then those of the same functions that --all adds, and the functions of the same files that
    `pytest` leaves out: "seen with --all", or "unseen".
 
-A failure counts if the case fails again alone, where it has passed without the bug.
+A step ends when five functions have failed, or ten seconds after its start if one has, or after two
+minutes. A failure counts if the case fails again alone, where it has passed without the bug.
 """
 
 from __future__ import annotations
@@ -59,11 +60,9 @@ from benchmarks import ROOT
 TABLES = ROOT / "tests" / "bugs"
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
 RECORD = ROOT / "build" / "mutation"
-LIMIT = 120  # seconds of a step, and of a test function
-MOST, SOON = (
-    5,
-    30,
-)  # once a test has failed: functions that fail, or seconds, after which a step ends
+LIMIT = 120  # seconds of a step, and of a case
+MOST = 5  # functions that fail, after which a step ends
+SOON = 10  # seconds after which a step ends if a function has failed
 VERDICTS = "seen", "seen with --all", "equivalent", "unseen"
 IMPORTED = "torch._dynamo", "torch.distributed", "triton.runtime.interpreter", "transformers"
 # Changes that stop a module from being imported, or that nothing calls.
@@ -185,7 +184,7 @@ class Tests:
         self.before = {v["name"]: v["tests"] for v in verdicts}
         self.seen = defaultdict[str, Counter[str]](Counter)  # bugs, by file and function
         for name, functions in self.before.items():
-            self.seen[name.partition(": ")[0]].update(functions)
+            self.seen[name.partition(":")[0]].update(functions)
         self.executing: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for case, of_case in self.default.items():
             for file, lines in of_case["lines"].items():
@@ -202,7 +201,7 @@ class Tests:
             return [sorted(found & {*self.default}), [], sorted(found - {*self.default})]
         lines, in_functions = _statements((ROOT / bug.file).read_text(), bug.first, bug.last)
         found = {case for line in lines for case in self.executing[bug.file][line]}
-        if not in_functions:
+        if not in_functions or not found:
             found = {*self.default}
         folder = f"tests/{'ops' if bug.file.startswith('kernels/') else bug.file.split('/')[1]}/"
         folder = folder if (ROOT / folder).exists() else "tests/"
@@ -296,7 +295,7 @@ class Chosen:
 
     def __init__(self, groups: Sequence[list[str]] | None) -> None:
         self.groups = groups
-        self.failing = ""
+        self.failing = False
         self.answer: dict[str, Any] = {"failed": []}
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -304,8 +303,7 @@ class Chosen:
             self.answer["failed"].append(report.nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.failing = report.nodeid
+        self.failing |= report.failed
 
     @pytest.hookimpl(tryfirst=True, hookwrapper=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> Iterator[None]:
@@ -316,42 +314,42 @@ class Chosen:
         if self.groups is None:
             items = self.items.items()
             every = [case for case, item in items if not item.get_closest_marker("with_slow")]
-            default = {x.nodeid: self.alone(self.recorded, x) for x in session.items}
-            self.answer = {"all": every, "default": default}
+            recorded = (functools.partial(self.recorded, x.nodeid) for x in session.items)
+            default = {
+                x.nodeid: next(in_fork(call), None) for x, call in zip(session.items, recorded)
+            }
+            self.answer |= {"all": every, "default": default}
             return True
-        groups = [[case for case in group if case in self.items] for group in self.groups]
-        failed, soon = self.answer["failed"], time.monotonic() + SOON
-        end = soon - SOON + LIMIT
-        while groups and len(failed) < MOST:
-            ended = 0
-            for failing in in_fork(functools.partial(map, self.run, groups)):
-                ended += 1
-                if failing and self.alone(self.run, [failing]) != "":
-                    failed.append(function_of(failing))
-                if len(failed) == MOST or time.monotonic() > (soon if failed else end):
+        start, failed = time.monotonic(), self.answer["failed"]
+        todo = [*filter(None, ([x for x in group if x in self.items] for group in self.groups))]
+        while todo and len(failed) < MOST:
+            for case, failing in in_fork(functools.partial(self.run, todo)):
+                if failing:
+                    break
+                todo[0].remove(case)
+                todo = [*filter(None, todo)]
+                if time.monotonic() > start + (SOON if failed else LIMIT):
                     return True
-            rest = groups[ended:]  # that follow where the process has crashed, or took too long
-            if rest and self.alone(self.run, rest[0]) != "":
-                failed.append(function_of(rest[0][0]))
-            groups = rest[1:]
+            if todo:  # its first case has failed, crashed or taken too long
+                case = todo[0].pop(0)
+                if [*in_fork(functools.partial(self.run, [[case]]))] != [[case, False]]:
+                    failed.append(case)
+                    todo.pop(0)
+                todo = [*filter(None, todo)]
         return True
 
-    @staticmethod
-    def alone(call: Callable[..., Any], *given: Any) -> Any:
-        """Return what a call returns in a process of its own; None if that does not end."""
-        return next(in_fork(lambda: [call(*given)]), None)
-
-    def run(self, cases: Sequence[str]) -> str:
-        """Return the first of the cases that fails."""
-        self.failing, items = "", [self.items[case] for case in cases]
+    def run(self, groups: Iterable[Iterable[str]]) -> Iterator[tuple[str, bool]]:
+        """Yield each case that was run, and whether it has failed, as the last one."""
+        items = [self.items[case] for group in groups for case in group]
         for item, following in zip(items, [*items[1:], None]):
+            self.failing = False
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            yield item.nodeid, self.failing
             if self.failing:
-                return item.nodeid
-        return ""
+                break
 
-    def recorded(self, item: Any) -> dict[str, Any]:
-        """Run a case, and return its seconds, the lines that it executes, and whether it also runs
+    def recorded(self, case: str) -> Iterator[dict[str, Any]]:
+        """Run a case, and yield its seconds, the lines that it executes, and whether it also runs
         other processes.
         """
         from coverage import Coverage
@@ -360,12 +358,13 @@ class Chosen:
         files = [f"{os.getcwd()}/{folder}/*" for folder in ("fastformer", "kernels")]
         coverage = Coverage(data_file=None, include=files)
         coverage.start()
-        failing = self.run([item.nodeid])
+        [(_, failing)] = self.run([[case]])
         coverage.stop()
         seconds, elsewhere = time.monotonic() - start, sum(os.times()[2:4]) > 0.1
+        elsewhere |= case.startswith("tests/distributed/")
         data = coverage.get_data()
         lines = {os.path.relpath(file): data.lines(file) for file in data.measured_files()}
-        return dict(seconds=seconds, failing=failing, elsewhere=elsewhere, lines=lines)
+        yield dict(seconds=seconds, failing=failing, elsewhere=elsewhere, lines=lines)
 
 
 def run_pytest(files: Sequence[str], groups: Any) -> Iterator[dict[str, Any]]:
@@ -374,7 +373,9 @@ def run_pytest(files: Sequence[str], groups: Any) -> Iterator[dict[str, Any]]:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     plugin = Chosen(groups)
-    pytest.main(["-p", "no:cacheprovider", "--tb=no", *files], plugins=[plugin])
+    status = pytest.main(["-p", "no:cacheprovider", "--tb=no", *files], plugins=[plugin])
+    if status == pytest.ExitCode.USAGE_ERROR:  # a conftest.py cannot be imported
+        plugin.answer["failed"].append("conftest.py")
     yield plugin.answer
 
 
@@ -382,13 +383,13 @@ def work() -> None:
     """Answer a `Worker`."""
     for name in IMPORTED:
         importlib.import_module(name)
-    for line in sys.stdin:
+    for n, line in enumerate(sys.stdin):
         file, planted, *given = json.loads(line)
         if file:
             path, before = Path(file), os.stat(file)
             original = path.read_text()
             path.write_text(planted)
-            os.utime(file, (0, 0))  # its bytecode is that of another time
+            os.utime(file, (n, n))  # its bytecode is that of another time
         answer = in_fork(functools.partial(run_pytest, *given), 10 * LIMIT)
         print(json.dumps(next(answer, None)), flush=True)
         if file:
@@ -410,7 +411,12 @@ class Worker:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
         chosen = dict(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1", OPENBLAS_NUM_THREADS="1")
-        environment = {**os.environ, **chosen, "PYTHONPATH": str(folder)}
+        environment = {
+            **os.environ,
+            **chosen,
+            "PYTHONPATH": str(folder),
+            "TMPDIR": str(folder.parent),
+        }
         every = [sys.executable, "-P", "-m", "pytest", "-q", "--collect-only", "--all"]
         pipes: Any = dict(cwd=folder, env=environment, text=True, stdout=subprocess.PIPE)
         subprocess.run(every, **pipes)  # writes the bytecode
@@ -428,9 +434,9 @@ class Worker:
 def shared_files() -> Iterator[Path]:
     """Yield the files that tests depend on, other than their own."""
     yield ROOT / "conftest.py"
-    for folder in ("fastformer", "kernels", "tests"):
+    for folder in ("benchmarks/proof", "fastformer", "kernels", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
-            if not path.name.startswith("test_"):
+            if not path.name.startswith("test_") and path != Path(__file__):
                 yield path
 
 
@@ -442,6 +448,8 @@ def record(file: Path, code: str, worker: Worker) -> dict[str, Any]:
     known = RECORD / f"{file.stem}-{_digest(f'{code}{own}{file.read_text()}')}.json"
     if not known.exists():
         found = worker.ask("", "", [name], None)
+        if found["failed"]:
+            raise SystemExit(f"{name} cannot be imported")
         for case, of_case in found["default"].items():
             if of_case is None or of_case["failing"]:
                 raise SystemExit(f"{case} fails without any bug")
@@ -457,9 +465,11 @@ def attempt(bug: Bug, tests: Tests, commit: str, worker: Worker) -> dict[str, An
     for step, cases in zip(("seen", "seen", "seen with --all"), tests.of(bug)):
         if cases and not failed:
             files = sorted({case.partition("::")[0] for case in cases})
-            groups = tests.groups(cases, bug)
-            found = worker.ask(bug.file, bug.planted, files, groups)
-            failed = {*(found or {"failed": ["conftest.py"]})["failed"]}
+            found = worker.ask(bug.file, bug.planted, files, tests.groups(cases, bug))
+            failing = {*(found or {"failed": ["conftest.py"]})["failed"]}
+            if failing and step != "seen":  # these cases have not run without the bug
+                failing -= {*worker.ask("", "", files, [[case] for case in failing])["failed"]}
+            failed = {*map(function_of, failing)}
             verdict = step if failed else verdict
     tests.seen[bug.file].update(failed)
     seconds = round(time.monotonic() - start, 1)
@@ -543,13 +553,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = sorted(ROOT.glob("tests/**/test_*.py"))
         tests = Tests(pool.map(lambda file: one(record, file, code), files), before)
         done = [pool.submit(one, attempt, bug, tests, commit) for bug in bugs]
-        for n, verdict in enumerate(map(Future.result, as_completed(done)), 1):
-            print(n, len(bugs), *verdict.values(), flush=True)
-            results[verdict.pop("table")][verdict["name"]] = verdict
-            save(results)
+        try:
+            for n, verdict in enumerate(map(Future.result, as_completed(done)), 1):
+                print(n, len(bugs), *verdict.values(), flush=True)
+                results[verdict.pop("table")][verdict["name"]] = verdict
+                save(results)
+        finally:
+            pool.shutdown(cancel_futures=True)
         for _ in range(arguments.workers):
             free.get().process.communicate()
-    return int(any(v["verdict"] == "unseen" for table in results.values() for v in table.values()))
+    return int(any(results[bug.table][bug.name]["verdict"] == "unseen" for bug in bugs))
 
 
 if __name__ == "__main__":

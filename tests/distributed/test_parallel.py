@@ -34,7 +34,12 @@ def run(folder, world, *checks, fails=0):
     """Run checks of parallel_checks.py in a group of processes, each of which has to pass them."""
     worker = started()
     print(json.dumps([world, str(folder), *checks]), file=worker.stdin, flush=True)
-    found = [json.loads(line) for line in iter(worker.stdout.readline, "\n")]
+    found = []
+    while (line := worker.stdout.readline()) != "\n":
+        if not line:
+            started.cache_clear()
+            raise RuntimeError(f"parallel_worker.py has ended with {worker.wait()}")
+        found.append(json.loads(line))
     for one in found:
         assert not one["wrong"], f"rank {one['rank']}, {one['check']}:\n{one['wrong']}"
     assert len(found) == (world - fails) * len(checks)

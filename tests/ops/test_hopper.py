@@ -544,6 +544,9 @@ def test_nothing_is_set_to_zero_behind_the_last_key(by):
     with stores() as stored, simulated(bounds=by == "mask"):
         have = output_and_lse(x, options)
     assert "v_tiles" not in stored
+    with stores() as stored:
+        what_is_found("mask")  # which hides keys before the last one
+    assert "v_tiles" in stored
     for a, b, bound in zip(have, want, (1e-2, 1e-4)):
         assert (a.double() - b).abs().max() < bound
 
@@ -619,10 +622,11 @@ def shown(call):
 
 
 @pytest.mark.all_cases
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.with_slow)])
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("call", SHOWN)
-def test_rings_of_slots(call, slots):
-    assert what_is_found(call, stages=slots) == ""
+def test_rings_of_slots(call, slots, seed):
+    assert what_is_found(call, stages=slots, seed=seed) == ""
 
 
 def what_is_found(call, **how):

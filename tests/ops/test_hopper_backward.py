@@ -318,6 +318,9 @@ def test_nothing_is_set_to_zero_behind_the_last_key(by):
         output = attend(**arguments, **options)
         have = torch.autograd.grad(output, list(arguments.values()), given)
     assert not {"k_tiles", "value"} & stored
+    with stores() as zeroed:
+        what_is_found("dq", "mask", slots=2)  # which hides keys before the last one
+    assert {"k_tiles", "value"} <= zeroed
     for a, b in zip(have, want):
         assert (a - b).abs().max() < 2e-2 * b.abs().max()
 

@@ -147,7 +147,7 @@ def what_is_found(call, seed):
     """What the simulator says of a call, or how wrong its result is; nothing where it is right."""
     x, given, want = shown(call)
     try:
-        with simulated_short(seed=seed), torch.enable_grad():
+        with simulated_short(seed=seed):
             have = gradients(x, given, **SHOWN[call][1])
     except Fault as fault:
         return str(fault)

@@ -365,6 +365,7 @@ def attend_documents(dense):
     return call
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its masks are on a CPU")
 def test_masks_in_tiles_of_several_sizes(against_oracle, small_tiles):
     names = "BigBird", "blocks", "both ends", "prefix"
     mask = torch.stack([PATTERNS[name][:270, 30:450] for name in names]).view(2, 2, 270, 420)

@@ -231,14 +231,13 @@ def test_a_measurement_has_a_choice(dim, rotary):
 
 def test_tables_of_their_own_in_small_tiles(device, against_oracle, small_tiles):
     """cos is of each sequence, and of both features of a pair; sin is of all sequences."""
-    with use_backend("triton"):
-        with small_tiles():
-            for interleaved in (False, True):
-                x, table = heads(20, True, device=device), angles(B, S, 12, device=device)
-                x["query"] = x["query"].contiguous()
-                table["cos"], table["sin"] = torch.rand_like(table["cos"]), table["sin"][0]
-                table["sin"] = torch.cat([table["sin"]] * 2, 1)[:, :12].expand(B, -1, -1)
-                against_oracle(rotated, x, **table, interleaved=interleaved, eps=0.1)
+    with use_backend("triton"), small_tiles():
+        for interleaved in (False, True):
+            x, table = heads(20, True, device=device), angles(B, S, 12, device=device)
+            x["query"] = x["query"].contiguous()
+            table["cos"], table["sin"] = torch.rand_like(table["cos"]), table["sin"][0]
+            table["sin"] = torch.cat([table["sin"]] * 2, 1)[:, :12].expand(B, -1, -1)
+            against_oracle(rotated, x, **table, interleaved=interleaved, eps=0.1)
         del x["key_norm"]
         against_oracle(rotated, x, **angles(S, 20, device=device))
 

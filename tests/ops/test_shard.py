@@ -229,11 +229,11 @@ def test_packed_batches_of_shards(backend, device):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_shards_in_small_tiles(against_oracle, small_tiles):
+def test_shards_in_small_tiles(against_oracle, small_tiles, device):
     pytest.importorskip("triton")
     with small_tiles(), use_backend("triton"):
         for names in ("lengths, causal", "bottom right", "bias, causal, dropout"):
-            tensors, options = made(OPTIONS[names])
+            tensors, options = made(OPTIONS[names], device=device)
             cut = CUTS if "dropout" in names else IN_TWO[names]
             against_oracle(sharded, tensors, cut=cut, **options)
 

@@ -12,13 +12,11 @@ from benchmarks.proof import mutation
 CODE = """
 def double(x):
     return 2 * x
-
-def half(x):
-    return x / 2
 """
 CASES = """
-import os, pytest
-from code_under_test import double, half
+import os
+import pytest
+from code_under_test import double
 
 CALLS = []
 
@@ -26,39 +24,45 @@ CALLS = []
 def test_double(x):
     assert double(x) == x + x
 
-def test_half():
-    assert half(2) == 1
+def test_that_passes():
+    CALLS.append(1)
 
 def test_that_ends_the_process():
     if double(1) != 2:
         os._exit(0)
 
-def test_that_another_makes_fail():
+@pytest.mark.parametrize("x", [1, 0, 2])
+def test_behind_others(x):
+    assert double(x) == 2 * x or x == 1 and not CALLS
     CALLS.append(1)
-
-def test_that_fails_behind_another():
-    assert double(1) == 2 or not CALLS
 """
 
 
-def test_the_runner_names_the_functions_that_fail(tmp_path):
-    """Also behind one that ends its process; one that passes alone does not count."""
+def test_the_runner_names_the_cases_that_fail(tmp_path):
+    """Of each function the first; also behind one that ends its process, and in another file. One
+    that fails behind others alone does not count, but the rest of its function does.
+    """
+    (tmp_path / "conftest.py").write_text("import code_under_test")
     (tmp_path / "code_under_test.py").write_text(CODE)
-    (tmp_path / "test_code.py").write_text(CASES)
-    groups = [[f"test_code.py::test_double[{x}]" for x in range(3)], ["test_code.py::test_half"]]
-    others = "that_ends_the_process", "that_another_makes_fail", "that_fails_behind_another"
-    groups += [[f"test_code.py::test_{name}"] for name in others]
+    files = "test_code.py", "test_other.py"
+    groups = []
+    for file in files:
+        (tmp_path / file).write_text(CASES)
+        groups += [[f"{file}::test_double[{x}]" for x in range(3)], [f"{file}::test_that_passes"]]
+        groups += [[f"{file}::test_that_ends_the_process"]]
+        groups += [[f"{file}::test_behind_others[{x}]" for x in (1, 0, 2)]]
     broken = "code_under_test.py", CODE.replace("2 * x", "3 * x")
     unreadable = "code_under_test.py", "def"
     changes = broken, unreadable, ("", "")
+    questions = [json.dumps([*change, files, groups[:7]]) for change in changes]
     process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.proof.mutation", "--work"],
-        input="".join(json.dumps([*change, ["test_code.py"], groups]) + "\n" for change in changes),
+        [sys.executable, "-m", "benchmarks.proof.mutation", "--work"], input="\n".join(questions),
         cwd=tmp_path, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True,
     )  # fmt: skip
     found = [json.loads(line)["failed"] for line in process.stdout.splitlines()]
-    double, ends = "test_code.py::test_double", "test_code.py::test_that_ends_the_process"
-    assert found == [[double, ends], ["test_code.py"], []], process.stderr
+    first = "test_double[1]", "test_that_ends_the_process", "test_behind_others[2]"
+    expected = [f"test_code.py::{x}" for x in first] + [f"test_other.py::{x}" for x in first[:2]]
+    assert found == [expected, ["conftest.py"], []], process.stderr
     assert (tmp_path / "code_under_test.py").read_text() == CODE
 
 
@@ -84,20 +88,36 @@ def test_every_bug_can_be_planted(bugs):
 
 
 def test_the_verdicts_are_of_these_bugs(bugs):
-    """Each is seen, or its table says why it changes nothing."""
-    verdicts = mutation.read()
-    for table in {bug.table for bug in bugs}:
-        of_table = {bug.name: bug for bug in bugs if bug.table == table}
-        assert {name: v["text"] for name, v in verdicts[table].items()} == {
-            name: bug.text for name, bug in of_table.items()
-        }
-        for name, verdict in verdicts[table].items():
-            expected = ["equivalent"] if of_table[name].equivalent else ["seen", "seen with --all"]
-            assert verdict["verdict"] in expected, name
+    """And each bug that was tried is seen, or its table says why it changes nothing."""
+    known = {(bug.table, bug.name): bug for bug in bugs}
+    for table, verdicts in mutation.read().items():
+        for name, verdict in verdicts.items():
+            if not table.startswith("drawn"):
+                bug = known[table, name]
+                assert verdict["text"] == bug.text, name
+                right = ["equivalent"] if bug.equivalent else ["seen", "seen with --all"]
+                assert verdict["verdict"] in right, name
 
 
 def test_the_verdicts_name_tests_that_exist():
-    for verdicts in mutation.read().values():
-        for test in {test for verdict in verdicts.values() for test in verdict["tests"]}:
+    for verdict in (v for verdicts in mutation.read().values() for v in verdicts.values()):
+        assert bool(verdict["tests"]) == verdict["verdict"].startswith("seen"), verdict
+        for test in verdict["tests"]:
             file, _, function = test.partition("::")
-            assert f"def {function}(" in (ROOT / file).read_text() or not function, test
+            text = (ROOT / file).read_text()
+            assert (
+                f"def {function}(" in text
+                if function
+                else file.rpartition("/")[2].startswith("test_")
+            ), test
+
+
+def test_each_bug_of_sharding_has_a_case(bugs):
+    """Its name begins with that of a check, which is a parameter."""
+    text = "".join(path.read_text() for path in (ROOT / "tests/distributed").glob("test_*.py"))
+    for bug in bugs:
+        if bug.table == "sharding":
+            check = bug.name.split()[1]
+            assert f'"{check}"' in text or f'"{check} of' in text or check.startswith("context_"), (
+                bug.name
+            )

@@ -75,6 +75,20 @@ def test_a_word_on_the_threshold_is_kept(backend, device):
         assert (rows[3, 5] == 0) == bool(more)
 
 
+@pytest.mark.skipif(triton is None, reason="needs triton")
+def test_a_word_of_a_row_on_the_threshold_is_kept(device):
+    """All 32 bits of it; with a threshold larger by one it is dropped."""
+    word = dropout.philox4x32(5 // 4, 3, 0, 1, 77)[5 % 4]
+    out, seed = (
+        torch.zeros(4, 16, dtype=torch.int8, device=device),
+        torch.tensor([77], device=device),
+    )
+    for more in (0, 1):
+        threshold = word + more - (2**32 if word >= 2**31 else 0)
+        _rows_kept[(1,)](out, seed, 0, threshold, BM=4, BLOCK=16)
+        assert out[3, 5] == 1 - more
+
+
 def test_at_one_the_largest_word_is_dropped_too(backend, device):
     """Which no threshold of 32 bits drops: such words come once in 2^32, here for these seeds."""
     assert word_by_hand(6219259928, 0, 1, 9) == 0xFFFF

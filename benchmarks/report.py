@@ -509,15 +509,16 @@ def mutation_table() -> list[str]:
         alone = sum(len(v["tests"]) == 1 for v in verdicts)
         rows.append([table, lines[table] or len(verdicts), len(verdicts)])
         rows[-1] += [*(counts[kind] for kind in mutation.VERDICTS), alone]
-    every = [v for verdicts in results.values() for v in verdicts.values()]
-    commits = ", ".join(sorted({v["commit"] for v in every}))
-    slow = [f"- {v['name']}" for v in every if v["verdict"] == "seen with --all"]
+    every = {name: v for verdicts in results.values() for name, v in verdicts.items()}
+    commits = ", ".join(sorted({v["commit"] for v in every.values()}))
+    slow = [f"- {name}" for name, v in every.items() if v["verdict"] == "seen with --all"]
     return [
         "## Planted bugs",
         "",
         "`python -m benchmarks.proof.mutation` plants them, one at a time. A bug is seen if a",
         "test fails that `pytest` runs, or one that `pytest --all` adds. The last column counts",
-        f"those that one function sees, as far as it looked for others. Commits: {commits}.",
+        "those that one function sees, as far as it looked for others. It ran at these commits:",
+        f"{commits}.",
         "",
         *markdown_table(["table", "bugs", "tried", *mutation.VERDICTS, "by one function"], rows),
         *(["", "Seen with --all alone:", "", *slow] if slow else []),

@@ -48,7 +48,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ LIMIT = 120  # seconds of a step, and of a case
 MOST = 5  # functions that fail, after which a step ends
 SOON = 10  # seconds after which a step ends if a function has failed
 VERDICTS = "seen", "seen with --all", "equivalent", "unseen"
+Verdicts = dict[str, dict[str, dict[str, Any]]]  # by table and name of the bug
 IMPORTED = "torch._dynamo", "torch.distributed", "triton.runtime.interpreter", "transformers"
 # Changes that stop a module from being imported, or that nothing calls.
 NO_OPERATORS = ("RemoveDecorator", "Exception", "NoOp", "Break", "Continue")
@@ -173,15 +174,13 @@ def function_of(case: str) -> str:
 class Tests:
     """The cases that `pytest` runs with the lines that they execute, and those that --all adds."""
 
-    def __init__(
-        self, recorded: Iterable[dict[str, Any]], verdicts: Iterable[dict[str, Any]]
-    ) -> None:
+    def __init__(self, recorded: Iterable[dict[str, Any]], verdicts: Verdicts) -> None:
         self.all: list[str] = []
         self.default: dict[str, dict[str, Any]] = {}  # case: seconds, elsewhere, lines by file
         for of_file in recorded:
             self.all += of_file["all"]
             self.default |= of_file["default"]
-        self.before = {v["name"]: v["tests"] for v in verdicts}
+        self.before = {name: v["tests"] for table in verdicts.values() for name, v in table.items()}
         self.seen = defaultdict[str, Counter[str]](Counter)  # bugs, by file and function
         for name, functions in self.before.items():
             self.seen[name.partition(":")[0]].update(functions)
@@ -462,7 +461,8 @@ def attempt(bug: Bug, tests: Tests, commit: str, worker: Worker) -> dict[str, An
     """Plant a bug, and return its verdict, with the test functions that fail."""
     start, verdict = time.monotonic(), "equivalent" if bug.equivalent else "unseen"
     failed = set[str]()
-    for step, cases in zip(("seen", "seen", "seen with --all"), tests.of(bug)):
+    steps = ("seen",) if bug.equivalent else ("seen", "seen", "seen with --all")
+    for step, cases in zip(steps, tests.of(bug)):
         if cases and not failed:
             files = sorted({case.partition("::")[0] for case in cases})
             found = worker.ask(bug.file, bug.planted, files, tests.groups(cases, bug))
@@ -473,33 +473,18 @@ def attempt(bug: Bug, tests: Tests, commit: str, worker: Worker) -> dict[str, An
             verdict = step if failed else verdict
     tests.seen[bug.file].update(failed)
     seconds = round(time.monotonic() - start, 1)
-    by = dict(tests=sorted(failed), seconds=seconds, commit=commit)
-    return dict(table=bug.table, name=bug.name, text=bug.text, verdict=verdict, **by)
+    return dict(
+        text=bug.text, verdict=verdict, tests=sorted(failed), seconds=seconds, commit=commit
+    )
 
 
-def read() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the verdicts of each table by the name of the bug."""
-    if not RESULT.exists():
-        return {}
-    found = json.loads(RESULT.read_text())
-    names = found.pop("tests")
-    return {
-        table: {v["name"]: v | dict(tests=[names[n] for n in v["tests"]]) for v in verdicts}
-        for table, verdicts in found.items()
-    }
+def read() -> Verdicts:
+    return json.loads(RESULT.read_text()) if RESULT.exists() else {}
 
 
-def save(results: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Write the verdicts, one on a line; test functions are numbers of those in "tests"."""
-    names = sorted({x for table in results.values() for v in table.values() for x in v["tests"]})
-    numbers = {name: n for n, name in enumerate(names)}
-    text = '{\n"tests": ' + json.dumps(names)
-    for table, verdicts in sorted(results.items()):
-        lines = (
-            json.dumps(v | dict(tests=[numbers[x] for x in v["tests"]])) for v in verdicts.values()
-        )
-        text += f",\n{json.dumps(table)}: [\n" + ",\n".join(lines) + "\n]"
-    RESULT.write_text(text + "\n}\n")
+def save(results: Verdicts) -> None:
+    lines = (f"{json.dumps(table)}: {json.dumps(results[table])}" for table in sorted(results))
+    RESULT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -518,16 +503,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         work()
         return 0
     if arguments.alone:
-        every = [v for table in read().values() for v in table.values() if len(v["tests"]) == 1]
-        print(*sorted(f"{v['tests'][0]}  {v['name']}" for v in every), sep="\n")
+        every = ((v["tests"], name) for table in read().values() for name, v in table.items())
+        print(*sorted(f"{tests[0]}  {name}" for tests, name in every if len(tests) == 1), sep="\n")
         return 0
     bugs = [*(drawn(arguments.draw, arguments.seed) if arguments.draw else written())]
-    results = read()
-    before = [v for table in results.values() for v in table.values()]
+    results, before = read(), read()
     for table in {bug.table for bug in bugs}:
         texts = {bug.name: bug.text for bug in bugs if bug.table == table}
         known = results.get(table, {}).items()
-        results[table] = {n: v for n, v in known if texts.get(n) == v["text"]}
+        results[table] = {name: v for name, v in known if texts.get(name) == v["text"]}
     bugs = [bug for bug in bugs if arguments.only.search(f"{bug.table}: {bug.name}")]
     if arguments.resume:
         unseen = {"verdict": "unseen"}
@@ -552,11 +536,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         files = sorted(ROOT.glob("tests/**/test_*.py"))
         tests = Tests(pool.map(lambda file: one(record, file, code), files), before)
-        done = [pool.submit(one, attempt, bug, tests, commit) for bug in bugs]
+        done = {pool.submit(one, attempt, bug, tests, commit): bug for bug in bugs}
         try:
-            for n, verdict in enumerate(map(Future.result, as_completed(done)), 1):
-                print(n, len(bugs), *verdict.values(), flush=True)
-                results[verdict.pop("table")][verdict["name"]] = verdict
+            for n, future in enumerate(as_completed(done), 1):
+                bug, verdict = done[future], future.result()
+                print(n, len(bugs), bug.table, bug.name, *verdict.values(), flush=True)
+                results[bug.table][bug.name] = verdict
                 save(results)
         finally:
             pool.shutdown(cancel_futures=True)

@@ -194,9 +194,8 @@ class Tests:
         """Return the cases of each of the three steps. On a line that runs when a module is
         imported all tests depend.
         """
-        if bug.table == "sharding":  # a name begins with that of a case of several processes
-            case = re.compile(rf"tests/distributed/.*\[{bug.name.split()[1]}\b")
-            found = {x for x in self.all if case.match(x)}
+        if bug.table == "sharding":  # whose tests run the code in several processes
+            found = {x for x in self.all if x.startswith("tests/distributed/")}
             return [sorted(found & {*self.default}), [], sorted(found - {*self.default})]
         lines, in_functions = _statements((ROOT / bug.file).read_text(), bug.first, bug.last)
         found = {case for line in lines for case in self.executing[bug.file][line]}

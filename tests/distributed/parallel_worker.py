@@ -1,10 +1,11 @@
 """Processes of one group, over gloo, which compare what is sharded with what is whole.
 
-A line of the standard input, as JSON, has the number of processes, a folder and the names of
-checks: functions of parallel_checks.py, which raise where something is wrong. This process imports
-torch once, and is forked for each line. Each process prints a line of JSON: the rank, the check and
-what is wrong, "" for nothing. Where one fails, the others are killed. An empty line says that all
-have ended.
+    python parallel_worker.py WORLD FOLDER CHECK ...
+
+One process imports torch and is then forked, because to import it takes longer than the checks. A
+check is a function of parallel_checks.py, which raises where something is wrong. Each process
+prints a line of JSON: the rank, the check and what is wrong, "" for nothing. Where one fails, the
+others are killed.
 """
 
 import faulthandler
@@ -81,7 +82,5 @@ def run(world: int, file: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        world, folder, *names = json.loads(line)
-        run(world, f"{folder}/{world}-{'-'.join(names)}", names)
-        os.write(1, b"\n")
+    world, folder, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    run(world, f"{folder}/{world}-{'-'.join(names)}", names)

@@ -21,11 +21,8 @@ def test_context_parallel_attention(tmp_path):
     run(tmp_path, 2, "context")
 
 
-NAMED = "context_model of two", "context_model of four"
-
-
 @pytest.mark.with_all
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.with_slow), 4], ids=NAMED)
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.with_slow), 4])
 def test_context_parallel_models(tmp_path, world):
     """Losses and gradients of models whose sequences are sharded."""
     run(tmp_path, world, "context_model")

@@ -1,6 +1,5 @@
 """Several processes, over gloo: what is sharded computes what is whole, with the same dropout."""
 
-import functools
 import json
 import os
 import re
@@ -19,52 +18,43 @@ from fastformer_command import main
 HERE = Path(__file__).parent
 
 
-@functools.cache
-def started():
-    """parallel_worker.py, whose processes end with this one."""
+def worker(folder, world, *words):
+    """Return the lines that parallel_worker.py prints, and its errors."""
     if torch.cuda.is_available():
         pytest.skip("gloo processes on a CPU")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(HERE / "parallel_worker.py")]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    process = subprocess.run(
+        [sys.executable, str(HERE / "parallel_worker.py"), str(world), str(folder), *words],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    return [json.loads(line) for line in process.stdout.splitlines()], process.stderr[-4000:]
 
 
 def run(folder, world, *checks, fails=0):
     """Run checks of parallel_checks.py in a group of processes, each of which has to pass them."""
-    worker = started()
-    print(json.dumps([world, str(folder), *checks]), file=worker.stdin, flush=True)
-    found = []
-    while (line := worker.stdout.readline()) != "\n":
-        if not line:
-            started.cache_clear()
-            raise RuntimeError(f"parallel_worker.py has ended with {worker.wait()}")
-        found.append(json.loads(line))
+    found, errors = worker(folder, world, *checks)
     for one in found:
         assert not one["wrong"], f"rank {one['rank']}, {one['check']}:\n{one['wrong']}"
-    assert len(found) == (world - fails) * len(checks)
+    assert len(found) == (world - fails) * len(checks), errors
 
 
-@pytest.mark.all_cases
-@pytest.mark.parametrize("check", ["attention", "other_attention", "context"])
-def test_attention_in_four_processes(tmp_path, check):
+def test_attention_in_four_processes(tmp_path):
     """As DTensors, over each of its dimensions, on both backends: outputs, placements and
     gradients. By context_parallel: outputs, lse and gradients, in each case of context_checks.py.
     """
-    run(tmp_path, 4, check)
-
-
-OPS = "norms", "feed_forward", "gated_activation", "embedding", "rotary", "losses", "masks"
-MODELS = "tensor_parallel", "torch_transformer", "composed", "layouts", "refusals"
+    run(tmp_path, 4, "attention", "other_attention", "context")
 
 
 @pytest.mark.with_all
-@pytest.mark.parametrize("check", OPS + MODELS)
-def test_ops_as_dtensors_and_models(tmp_path, check):
+def test_ops_as_dtensors_and_models(tmp_path):
     """The other ops likewise, and the dropout masks of all; then parallelize, with FSDP2 and
     checkpointing, layouts of a checkpoint, and what is refused.
     """
-    run(tmp_path, 4, check)
+    ops = "norms", "feed_forward", "gated_activation", "embedding", "rotary", "losses", "masks"
+    models = "tensor_parallel", "torch_transformer", "composed", "layouts", "refusals"
+    run(tmp_path, 4, *ops, *models)
 
 
 @pytest.mark.with_all
@@ -79,25 +69,15 @@ def test_death_and_resumption(tmp_path):
         run(tmp_path, world, "resumes")
 
 
-CONTEXT = "seed", "refusals", "order", "one_row", "no_keys", "within", "edges"
-TENSORS = "no_targets", "any_strides", "one_device", "gated_halves"
-IN_TWO = (
-    "data_parallel",
-    "packed_batches",
-    "bytes_sent",
-    *TENSORS,
-    *(f"context_{x}" for x in CONTEXT),
-)
-
-
-@pytest.mark.all_cases
-@pytest.mark.parametrize("check", IN_TWO)
-def test_in_two_processes(tmp_path, check):
+def test_in_two_processes(tmp_path):
     """DDP and FSDP2 on halves of a batch, and of packed batches. A training step of each method
     sends what it has to, and no more. DTensors of few tokens, of any strides and on one device.
     The seeds, edges and refusals of context_parallel.
     """
-    run(tmp_path, 2, check)
+    models = "data_parallel", "packed_batches", "bytes_sent"
+    tensors = "no_targets", "any_strides", "one_device", "gated_halves"
+    context = "seed", "refusals", "order", "one_row", "no_keys", "within", "edges"
+    run(tmp_path, 2, *models, *tensors, *(f"context_{check}" for check in context))
 
 
 def torchrun(*words):

@@ -621,7 +621,6 @@ def shown(call):
     return x, options, want
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.with_slow)])
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("call", SHOWN)

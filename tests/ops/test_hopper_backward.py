@@ -544,7 +544,6 @@ def what_is_found(kernel, call, slots):
     return ""
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("kernel", ["dq", "dkdv"])
 @pytest.mark.parametrize("call", SHOWN)

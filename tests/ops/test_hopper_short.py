@@ -157,7 +157,6 @@ def what_is_found(call, seed):
     return ""
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("call", SHOWN)
 def test_schedules(call, seed):

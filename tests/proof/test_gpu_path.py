@@ -85,7 +85,7 @@ def simulate(kernel, grid, arguments):
         return pointer
 
     named = dict(zip(kernel.arg_names, map(given, arguments), strict=True))
-    Kernel(kernel, None, interpreter.replaced).run(named, grid)
+    Kernel(kernel, interpreter.replaced).run(named, grid)
     for memory, after, before in made:
         bits = f"u{after.itemsize}"
         changed = torch.from_numpy(after.view(bits) != before.view(bits))

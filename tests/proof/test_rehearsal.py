@@ -138,6 +138,7 @@ def test_the_headline_with_every_trouble(environment, tmp_path, request):
         until(reached.exists, first, 1800)
         seen = len([event for event in journal.read(out / "parts" / "attention.jsonl")])
         until(lambda: seen > 3 and len(results()["rows"]) >= 1, first, 60)
+        until((out / "report.md").exists, first, 60)  # which is written behind the results
     finally:
         first.kill()  # nothing can be written any more
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):

@@ -13,10 +13,11 @@ places drawn evenly from fastformer/ and kernels/. It is called as a library: it
 test command for all changes.
 
 Each worker has a copy of the checkout, and imports the other packages once. For a bug it writes the
-file, and forks: the fork imports the package, collects tests, and forks again for each test
-function, which runs until a case fails. Without a bug each case has run in a process of its own,
-which has recorded the lines that it executes (`python -m pip install coverage`; build/mutation
-keeps this until the code changes). So a bug costs the cases that execute its lines:
+file, and forks: the fork imports the package, collects tests, and forks again to run one test
+function after the other. When a case fails, that process ends, and another one goes on with the
+next function. Without a bug each case has run in a process of its own, which has recorded the lines
+that it executes (`python -m pip install coverage`; build/mutation keeps this until the code
+changes). So a bug costs the cases that execute its lines:
 
 1. those that `pytest` runs, in the folder of tests of the file. "Seen" if one fails.
 2. Where none does, all others that `pytest` runs, also those that run code in other processes.

@@ -399,13 +399,18 @@ def work() -> None:
 # ------------------------------------------------------------------------------------- the checkout
 
 
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE
+    ).stdout
+
+
 class Worker:
     """A copy of the files of the checkout that git does not ignore, and a process there."""
 
     def __init__(self, folder: Path) -> None:
-        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE)
-        for name in filter(None, listed.stdout.split("\0")):
+        listed = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+        for name in filter(None, listed.split("\0")):
             if (ROOT / name).exists():  # it may have been deleted and not committed
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
@@ -516,8 +521,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.resume:
         unseen = {"verdict": "unseen"}
         bugs = [x for x in bugs if results[x.table].get(x.name, unseen)["verdict"] == "unseen"]
-    described = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(described, cwd=ROOT, text=True, stdout=subprocess.PIPE).stdout.strip()
+    commit = _git("rev-parse", "--short", "HEAD").strip()
+    if _git("status", "--porcelain", "--", ".", f":!{RESULT.relative_to(ROOT)}"):
+        commit += "-dirty"
     code = "".join(path.read_text() for path in sorted(shared_files()))
     with (
         tempfile.TemporaryDirectory(prefix="mutation-") as scratch,

@@ -1044,6 +1044,19 @@ def test_a_sink_beside_a_large_bias(backend, device):
     torch.testing.assert_close(grad, -(out.detach() * weight).sum((0, 2, 3)) / 8)
 
 
+def test_a_bias_of_rows_beside_fixed_sinks(backend, device):
+    """Its gradient is the same whether or not the sinks have one."""
+    x, bias = qkv(device=device), torch.randn(H, SQ, 1, device=device, requires_grad=True)
+    sinks, weight = torch.randn(H, device=device), None
+    found = []
+    for leaves in ([bias], [bias, sinks]):
+        sinks.requires_grad_(len(leaves) == 2)
+        out = functional.scaled_dot_product_attention(**x, bias=bias, sinks=sinks)
+        weight = torch.randn_like(out) if weight is None else weight
+        found.append(torch.autograd.grad(out, leaves, weight)[0])
+    assert found[0].any() and torch.equal(*found)
+
+
 # ---------------------------------------------------- a large bias, the lowest ones, and undefined
 
 

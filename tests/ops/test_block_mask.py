@@ -245,6 +245,7 @@ def patterns(n):
     }
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("n", [1, 300])
 @pytest.mark.parametrize("name", patterns(6))
 def test_named_masks(name, n):

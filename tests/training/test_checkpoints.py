@@ -41,13 +41,13 @@ def steps(folder):
 
 def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path):
     """With more steps than before, too: the checkpoint of its last step counts, due or not."""
-    want = trained(tmp_path / "whole", {**SETTINGS, "steps": 7})
+    want = trained(tmp_path / "whole", {**SETTINGS, "steps": 11})
     folder = str(tmp_path / "new" / "parts")
     assert trained(folder, until=3)[2] == 0 and steps(folder) == ["step-2"]
     assert trained(folder, {**SETTINGS, "steps": 5})[2] == 2
     assert steps(folder) == ["step-2", "step-4", "step-5"]
-    losses, parameters, done = trained(folder, {**SETTINGS, "steps": 7})
-    assert done == 5 and steps(folder) == ["step-5", "step-6", "step-7"]
+    losses, parameters, done = trained(folder, {**SETTINGS, "steps": 11})
+    assert done == 5 and steps(folder) == ["step-10", "step-11", "step-8"]
     assert torch.equal(losses, want[0])
     torch.testing.assert_close(parameters, want[1], rtol=0, atol=0)
 

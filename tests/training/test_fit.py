@@ -296,14 +296,16 @@ def run(folder, data, dies=None, every=2, **options):
         return forward(*given)
 
     model.forward = counted
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     given = dict(
-        optimizer=optimizer, scheduler=scheduler, epochs=3, metric=metric, patience=2,
-        progress=False, report_every=3, log=folder, accumulation_steps=2,
+        optimizer=optimizer, scheduler=scheduler, scaler=scaler, epochs=3, metric=metric,
+        patience=2, progress=False, report_every=3, log=folder, accumulation_steps=2,
         checkpoints=ff.Checkpoints(folder / "checkpoints", {"steps": 99}, every),
     )  # fmt: skip
     result = ff.fit(model, data(), ff.token_batches(pairs(9, 7), 30), **given | options)
     rows = [{k: x for k, x in row.items() if k != "tokens_per_second"} for row in read_log(folder)]
     numbers = [*result, rows, random.getstate(), numpy.random.get_state()[1].tolist()]
+    numbers.append(scaler.get_scale())
     tensors = [*model.state_dict().values(), torch.get_rng_state()]
     tensors += [x for state in optimizer.state.values() for x in state.values()]
     return [*numbers, scheduler.state_dict()["last_epoch"], [x.tolist() for x in tensors]]

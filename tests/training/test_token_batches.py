@@ -14,12 +14,12 @@ LENGTHS = [3, 9, 4, 4, 7, 2, 9, 5, 4, 6, 2, 8, 3, 4, 5, 7]
 
 
 def drawn(seed=0):
-    """Pairs whose first symbol tells them apart; the target is a token shorter or longer."""
+    """Pairs whose first symbol tells them apart; targets are shorter or longer."""
     draw = random.Random(seed)
     return [
         (
             [10 + i, *(draw.randint(3, 9) for _ in range(n - 1))],
-            [10 + i, *(draw.randint(3, 9) for _ in range(max(n + i % 3 - 2, 1)))],
+            [10 + i, *(draw.randint(3, 9) for _ in range(max(n + i % 7 - 4, 1)))],
         )
         for i, n in enumerate(LENGTHS)
     ]

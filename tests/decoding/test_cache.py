@@ -134,6 +134,9 @@ def test_the_host_knows_the_start_of_rows_of_one_length():
     assert cache.start() == 4
     cache.crop(3)
     assert cache.start() == 3
+    cache.crop(torch.tensor([1] + [3] * (B - 1)))
+    cache.crop(2)
+    assert torch.equal(cache.start(), torch.tensor([1] + [2] * (B - 1)))
     cache.crop(torch.tensor([2, 1, 3]))
     assert cache.start() is cache.lengths
     cache.reorder(torch.tensor([1, 1, 1]))

@@ -306,6 +306,18 @@ def test_packed_sequences(make, told_by, use_cache, attention_calls, device):
         assert (x - y).norm() <= 10 * numerics.RELATIVE[torch.float32] * max(y.norm(), 1e-2)
 
 
+def test_sequences_of_other_positions():
+    """One mask is read beside the positions of each call."""
+    x, i = torch.randn(1, 2, 6, 4), torch.arange(6)
+    mask = masks.Mask((1, 1, 6, 6), None, None, 0, "cpu", "the model")
+    for n in (2, 4):
+        given = dict(position_ids=torch.cat([i[:n], i[: 6 - n]])[None])
+        have, _ = transformers_attention.attention(torch.nn.Module(), x, x, x, mask, **given)
+        seen = ((i[:, None] < n) == (i < n)).tril()
+        want = ff.scaled_dot_product_attention(x, x, x, seen).transpose(1, 2)
+        torch.testing.assert_close(have, want)
+
+
 @pytest.mark.parametrize("head_dim", [128, 512, 520])
 def test_head_dims_that_the_docs_name(head_dim, device):
     """Above 512 the reference computes the layers."""

@@ -21,8 +21,8 @@ changes). So a bug costs the cases that execute its lines:
 
 1. those that `pytest` runs, in the folder of tests of the file. "Seen" if one fails.
 2. Where none does, all others that `pytest` runs, also those that run code in other processes.
-3. Then those of the same functions that --all adds, and the functions of the same files that
-   `pytest` leaves out: "seen with --all", or "unseen".
+3. Then those that --all adds, in the files of the cases that execute the bug's lines: "seen with
+   --all", or "unseen".
 
 A step ends when five functions have failed, or ten seconds after its start if one has, or after two
 minutes. A failure counts if the case fails again alone, where it has passed without the bug.
@@ -206,15 +206,8 @@ class Tests:
         folder = folder if (ROOT / folder).exists() else "tests/"
         near = {case for case in found if case.startswith(folder)}
         far = {case for case, x in self.default.items() if x["elsewhere"]} | found - near
-        functions, files = {*map(function_of, found)}, {x.partition("::")[0] for x in found}
-        usual = {*map(function_of, self.default)}
-        more = [
-            case
-            for case in self.all
-            if case not in self.default
-            if (function := function_of(case)) in functions
-            or (function not in usual and case.partition("::")[0] in files)
-        ]
+        files = {case.partition("::")[0] for case in found}
+        more = {case for case in self.all if case.partition("::")[0] in files} - {*self.default}
         return [sorted(near), sorted(far), sorted(more)]
 
     def groups(self, cases: Iterable[str], bug: Bug) -> list[list[str]]:

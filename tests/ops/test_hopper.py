@@ -621,8 +621,9 @@ def shown(call):
     return x, options, want
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.with_slow)])
-@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.with_all), 3])
 @pytest.mark.parametrize("call", SHOWN)
 def test_rings_of_slots(call, slots, seed):
     assert what_is_found(call, stages=slots, seed=seed) == ""

@@ -544,7 +544,8 @@ def what_is_found(kernel, call, slots):
     return ""
 
 
-@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.all_cases
+@pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.with_all), 3])
 @pytest.mark.parametrize("kernel", ["dq", "dkdv"])
 @pytest.mark.parametrize("call", SHOWN)
 def test_rings_of_slots(call, kernel, slots):

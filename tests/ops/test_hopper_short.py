@@ -157,7 +157,10 @@ def what_is_found(call, seed):
     return ""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(x, marks=pytest.mark.with_all) for x in (1, 2))]
+)
 @pytest.mark.parametrize("call", SHOWN)
 def test_schedules(call, seed):
     assert what_is_found(call, seed) == ""

@@ -500,27 +500,23 @@ def mutation_table() -> list[str]:
     """Tabulate how many of the planted bugs the tests see."""
     from benchmarks.proof import mutation
 
-    results = mutation.read()
-    lines = Counter(bug.table for bug in mutation.written())
-    rows = []
-    for table in sorted({*lines, *results}):
-        verdicts = results.get(table, {}).values()
-        counts = Counter(v["verdict"] for v in verdicts)
-        alone = sum(len(v["tests"]) == 1 for v in verdicts)
-        rows.append([table, lines[table] or len(verdicts), len(verdicts)])
-        rows[-1] += [*(counts[kind] for kind in mutation.VERDICTS), alone]
-    every = {name: v for verdicts in results.values() for name, v in verdicts.items()}
-    commits = ", ".join(sorted({v["commit"] for v in every.values()}))
-    slow = [f"- {name}" for name, v in every.items() if v["verdict"] == "seen with --all"]
+    results, rows, slow, commits = mutation.read(), [], [], set()
+    for table, verdicts in results.items():
+        counts = Counter(v["verdict"] for v in verdicts.values())
+        alone = sum(len(v["tests"]) == 1 for v in verdicts.values())
+        rows.append([table, len(verdicts), *(counts[x] for x in mutation.VERDICTS), alone])
+        names = [name for name, v in verdicts.items() if v["verdict"] == "seen with --all"]
+        slow += [f"- {table}: {'; '.join(names)}"] if names else []
+        commits |= {v["commit"] for v in verdicts.values()}
     return [
         "## Planted bugs",
         "",
         "`python -m benchmarks.proof.mutation` plants them, one at a time. A bug is seen if a",
         "test fails that `pytest` runs, or one that `pytest --all` adds. The last column counts",
         "those that one function sees, as far as it looked for others. It ran at these commits:",
-        f"{commits}.",
+        f"{', '.join(sorted(commits))}.",
         "",
-        *markdown_table(["table", "bugs", "tried", *mutation.VERDICTS, "by one function"], rows),
+        *markdown_table(["table", "bugs", *mutation.VERDICTS, "by one function"], rows),
         *(["", "Seen with --all alone:", "", *slow] if slow else []),
     ]
 

@@ -867,6 +867,7 @@ def test_operations_of_a_mask():
     assert mask[:, :, :, :4] is mask and mask[:, :, 0:] is mask  # in whole: still a band
     assert mask.to(torch.float16) is mask and mask.contiguous() is mask and mask.detach() is mask
     assert mask.to("cpu", non_blocking=True).visible is PADDING
+    assert mask.to("meta", torch.bool).visible.is_meta
     other = torch.rand(B, 1, 3, 4) < 0.5
     for have, want in (
         (mask[:, :, -1:], full[:, :, -1:]),

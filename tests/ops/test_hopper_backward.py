@@ -469,6 +469,10 @@ SHOWN = {
         dict(sq=130, sk=200, bias=drawn(2, 2, 130, 200, seed=21)),
         dict(is_causal=True, key_lengths=torch.tensor([3, 110])),
     ),
+    "own bias, spans": (
+        dict(sq=300, sk=464, b=1, bias=drawn(2, 300, 464, seed=22)),
+        dict(attn_mask=LONG_SPANS),
+    ),
     "spans": (dict(sq=300, sk=464, b=1), dict(attn_mask=LONG_SPANS)),
     "holes": (dict(sk=448), dict(attn_mask=HOLES)),
     "one loop": (
@@ -482,7 +486,7 @@ SHOWN = {
     "blocks, window": (dict(sq=300, sk=500, b=1), dict(attn_mask=BLOCKS[1], window=(190, 130))),
     "blocks, causal": (dict(sq=300, sk=500, b=1), dict(attn_mask=BLOCKS[1], is_causal=True)),
 }
-BOUNDED = "spans", "holes", "one loop"
+BOUNDED = "own bias, spans", "spans", "holes", "one loop"
 
 
 @functools.cache
@@ -529,7 +533,7 @@ def what_is_found(kernel, call, slots):
     is right.
     """
     arguments, want = shown(call)
-    learned = call in (("own bias", "own bias, causal") if kernel == "dq" else ("bias",))
+    learned = "own bias" in call if kernel == "dq" else call == "bias"
     needs = (True, False, False, learned) if kernel == "dq" else (False, True, True, learned)
     try:
         how = dict(slots=slots, bounds=call in BOUNDED)

@@ -739,6 +739,10 @@ def test_modules_on_meta(name):
             lambda: ff.feed_forward(**OPS["feed_forward"]() | {"dropout_seed": 2**64}),
             f"dropout_seed is {2**64}; expected an int of 64 bits",
         ),
+        "an ignored class of more than 64 bits": (
+            lambda: ff.cross_entropy(floats(B, 4), ids(B, high=4), ignore_index=-(2**63) - 1),
+            f"ignore_index is {-(2**63) - 1}; expected an int of 64 bits",
+        ),
         "a slice past the heads": (
             lambda: ff.attention_weights(**heads(), heads=slice(9, 12)),
             r"heads is slice\(9, 12, None\); expected bounds from -2 to 2",

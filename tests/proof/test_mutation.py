@@ -105,10 +105,3 @@ def test_the_verdicts_name_tests_that_exist():
         for test in verdict["tests"]:
             file, _, function = test.partition("::")
             assert f"def {function}" in (ROOT / file).read_text(), test
-
-
-def test_each_bug_of_sharding_has_a_case(bugs):
-    """Its name begins with that of a check, which is a parameter."""
-    text = "".join(path.read_text() for path in (ROOT / "tests/distributed").glob("test_*.py"))
-    for check in {bug.name.split()[1] for bug in bugs if bug.table == "sharding"}:
-        assert f'"{check}' in text, check

@@ -2,6 +2,7 @@
 
     python -m benchmarks.proof.mutation                        the tables in tests/bugs/
     python -m benchmarks.proof.mutation --only '^memory'       those whose table or name matches
+    python -m benchmarks.proof.mutation --tests /test_hopper   with the tests whose names match
     python -m benchmarks.proof.mutation --draw 100 --seed 7    100 small changes, drawn at random
     python -m benchmarks.proof.mutation --alone                which bugs one function alone sees
 
@@ -175,12 +176,14 @@ def function_of(case: str) -> str:
 class Tests:
     """The cases that `pytest` runs with the lines that they execute, and those that --all adds."""
 
-    def __init__(self, recorded: Iterable[dict[str, Any]], verdicts: Verdicts) -> None:
+    def __init__(
+        self, recorded: Iterable[dict[str, Any]], chosen: re.Pattern[str], verdicts: Verdicts
+    ) -> None:
         self.all: list[str] = []
         self.default: dict[str, dict[str, Any]] = {}  # case: seconds, elsewhere, lines by file
         for of_file in recorded:
-            self.all += of_file["all"]
-            self.default |= of_file["default"]
+            self.all += filter(chosen.search, of_file["all"])
+            self.default |= {x: y for x, y in of_file["default"].items() if chosen.search(x)}
         self.before = {name: v["tests"] for table in verdicts.values() for name, v in table.items()}
         self.seen = defaultdict[str, Counter[str]](Counter)  # bugs, by file and function
         for name, functions in self.before.items():
@@ -487,7 +490,8 @@ def save(results: Verdicts) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX")
+    for name in ("--only", "--tests"):
+        parser.add_argument(name, type=re.compile, default=re.compile(""), metavar="REGEX")
     parser.add_argument("--draw", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
@@ -534,7 +538,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 free.put(worker)
 
         files = sorted(ROOT.glob("tests/**/test_*.py"))
-        tests = Tests(pool.map(lambda file: one(record, file, code), files), before)
+        recorded = pool.map(lambda file: one(record, file, code), files)
+        tests = Tests(recorded, arguments.tests, before)
         done = {pool.submit(one, attempt, bug, tests, commit): bug for bug in bugs}
         try:
             for n, future in enumerate(as_completed(done), 1):

@@ -697,6 +697,7 @@ def test_the_cache_of_a_layer_attends_without_dropout_by_default():
     torch.testing.assert_close(layer.attend(query), want)
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize("page_size", [None, 16])
 @torch.no_grad()
 def test_a_compiled_step(page_size):

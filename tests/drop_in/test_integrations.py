@@ -942,6 +942,7 @@ def test_compile(make, padding, device):
         torch.testing.assert_close(p.grad, want[f"grad of {name}"], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.with_all
 def test_compile_with_a_static_cache(device):
     """Its masks go into the graph from outside: two graphs, of the prompt and of a step."""
     torch.compiler.reset()

@@ -1093,9 +1093,7 @@ def test_copies_and_pickles(backend, device):
     assert type(copied) is nn.TransformerEncoder and type(model) is not nn.TransformerEncoder
 
 
-@pytest.mark.parametrize(
-    "backend", ["triton", pytest.param("reference", marks=pytest.mark.with_all)], indirect=True
-)
+@pytest.mark.with_all
 def test_compiled(backend, device):
     """One graph, of the whole model, forward and backward; new lengths do not compile again."""
     model = nn.Transformer(E, H, 1, 1, 24, 0.0, batch_first=True).to(device)
@@ -1641,6 +1639,7 @@ def test_sdpa_override_without_heads(dtype, backend, device):
     assert row[2] == ("torch" if on_cpu else backend)
 
 
+@pytest.mark.with_all
 def test_sdpa_override_compiled(backend, device):
     q = torch.randn(N, H, L, 8, device=device, requires_grad=True)
     mask = torch.rand(L, L, device=device) < 0.7

@@ -123,6 +123,7 @@ def test_second_derivatives(name, device):
         torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize("name", ["grouped, sinks, causal", "rotary and norms", "memory", "packed"])
 def test_compile(name, device):
     call, leaves = made(name, device)

@@ -188,14 +188,8 @@ def test_under_checkpointing(make, use_reentrant, backend):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        accelerated_layer,
-        *(pytest.param(f, marks=pytest.mark.with_all) for f in (translation, rotary)),
-    ],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.with_all
+@pytest.mark.parametrize("make", [accelerated_layer, translation, rotary], ids=lambda f: f.__name__)
 def test_under_compile(make, backend):
     """The compiled model draws what the eager one draws, and new masks in each call."""
     torch.manual_seed(0)

@@ -788,6 +788,7 @@ def test_flags_and_seeds_of_other_types():
     assert torch.equal(ff.scaled_dot_product_attention(**x | same)[0], want)
 
 
+@pytest.mark.with_all
 def test_a_flag_and_a_seed_in_a_graph():
     """Of sizes that a graph leaves open."""
     w = floats(8, D)

@@ -104,6 +104,7 @@ def supervised(names, seconds=600.0, keep=lambda *_: None, silence=60.0):
     return why, work
 
 
+@pytest.mark.with_all
 def test_a_candidate_that_crashes_is_dropped_and_the_others_measured():
     """A kernel in Gluon is tried in no other class: it would most likely cost as much time."""
     kept, crashes, gluon = [], "crashes", "crashes @01234567"

@@ -517,7 +517,7 @@ def mutation_table() -> list[str]:
         f"{', '.join(sorted(commits))}.",
         "",
         *markdown_table(["table", "bugs", *mutation.VERDICTS, "by one function"], rows),
-        *(["", "Seen with --all alone:", "", *slow] if slow else []),
+        *(["", "Seen with --all, by no default test that was tried:", "", *slow] if slow else []),
     ]
 
 

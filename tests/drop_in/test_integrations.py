@@ -307,7 +307,7 @@ def test_packed_sequences(make, told_by, use_cache, attention_calls, device):
 
 
 def test_sequences_of_other_positions():
-    """One mask is read beside the positions of each call."""
+    """The same mask in two calls: each finds its sequences in its own position_ids."""
     x, i = torch.randn(1, 2, 6, 4), torch.arange(6)
     mask = masks.Mask((1, 1, 6, 6), None, None, 0, "cpu", "the model")
     for n in (2, 4):

@@ -89,8 +89,8 @@ def apart(monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, device, monkeypatch):
-    """They are those of the reference, and bit for bit those of calls that autograd joins, which
-    come first: their plans write gradients elsewhere.
+    """They are those of the reference, and bit for bit those of calls that are not joined. These
+    run first: their plans write gradients elsewhere, and the joined calls must not take them.
     """
     call, leaves = made(name, device)
     with use_backend("reference"):

@@ -1045,7 +1045,7 @@ def test_a_sink_beside_a_large_bias(backend, device):
 
 
 def test_a_bias_of_rows_beside_fixed_sinks(backend, device):
-    """Its gradient is the same whether or not the sinks have one."""
+    """Its gradient is the same whether or not the sinks require one."""
     x, bias = qkv(device=device), torch.randn(H, SQ, 1, device=device, requires_grad=True)
     sinks, weight = torch.randn(H, device=device), None
     found = []

@@ -2,6 +2,8 @@
 and in whatever tile.
 """
 
+import inspect
+
 import independent
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
 from fastformer import checks, use_backend
+from fastformer.dispatch.operation import OPERATIONS
 from fastformer.ops import dropout
 from fastformer.ops.dropout import dropped_hidden, dropped_rows
 
@@ -239,6 +242,122 @@ def test_both_backends_draw_the_same_seed(device):
         torch.manual_seed(8)
         results.append(weights_of(None, 0.5, backend=backend, device=device) == 0)
     assert torch.equal(*results)
+
+
+X = torch.randn(2, 2, 5, 16, generator=torch.Generator().manual_seed(0))
+ROWS, LENGTHS = X[0].transpose(0, 1), torch.tensor([0, 2, 5], dtype=torch.int32)
+SUM = dict(input=X, residual=X, weight=X[0, 0, 0])
+GATED = dict(input=X, w=X[0, :, 1:].reshape(8, 16), b=X[0, 0, 0, :8], w_2=X[0, 0, :, :4], b_2=None)
+# By op that drops elements: a call, and each other argument with the values to try. An argument
+# that is listed nowhere fails the test.
+CALLS_WITH_DROPOUT = {
+    ff.scaled_dot_product_attention: (
+        dict(query=X, key=X, value=X),
+        dict(
+            attn_mask=[X[0, 0, :, :5] > 0, X[:, :, :, :5], X[:, :1, :1, :5] > -1]
+            + [ff.block_mask(X[:, :, :, :5] > -0.5)],
+            is_causal=[True],
+            scale=[0.5],
+            enable_gqa=[True],
+            bias=[X[:, :, :, :5]],
+            key_lengths=[torch.tensor([5, 3]), torch.tensor([3, 3])],
+            window=[(1, None)],
+            causal_alignment=["bottom_right"],
+            alibi_slopes=[torch.tensor([0.5, 0.25])],
+            softcap=[3.0],
+            sinks=[torch.tensor([0.5, -1.0])],
+            return_lse=[True],
+            shard=[ff.Shard(0, 0, 16, 0, 0, 21, 0)],
+        ),
+    ),
+    ff.packed_attention: (
+        dict(query=ROWS, key=ROWS, value=ROWS)
+        | dict(cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS, max_q=3, max_k=3),
+        dict(
+            attn_mask=[ff.block_mask(X[:1, :1, :, :5] > -0.5)],
+            is_causal=[True],
+            scale=[0.5],
+            causal_alignment=["bottom_right"],
+            bias=[X[0, 0, 0, :5]],
+            window=[(1, None)],
+            alibi_slopes=[torch.tensor([0.5, 0.25])],
+            softcap=[3.0],
+            sinks=[torch.tensor([0.5, -1.0])],
+            return_lse=[True],
+            shard=[ff.Shard(1, 0, 0, 0, 2)],
+        ),
+    ),
+    ff.dropout_add_layer_norm: (
+        SUM | dict(bias=None),
+        dict(
+            bias=[X[0, 0, 0]],
+            eps=[1e-3],
+            unbiased=[True],
+            input_bias=[X[0, 0, 0]],
+            shard=[ff.RowShard(4)],
+        ),
+    ),
+    ff.dropout_add_rms_norm: (
+        SUM,
+        dict(eps=[1e-3], input_bias=[X[0, 0, 0]], shard=[ff.RowShard(4)]),
+    ),
+    ff.feed_forward: (
+        dict(input=X, w_1=X[0, 0], b_1=None, w_2=X[0, 0].T, b_2=None),
+        dict(b_1=[X[0, 0, 0, :5]], b_2=[X[0, 0, 0]], activation=["gelu"], shard=[ff.RowShard(16)]),
+    ),
+    ff.geglu: (GATED, dict(shard=[ff.RowShard(16)])),
+    ff.swiglu: (GATED, dict(alpha=[1.5], limit=[2.0], offset=[1.0], shard=[ff.RowShard(16)])),
+    ff.embed: (
+        dict(tokens=torch.arange(4).view(2, 2), weight=X[0, 0], positional=None),
+        dict(positional=[X[0, 0, :2]], padding_idx=[1], scale=[1.0], shard=[ff.RowShard(16)]),
+    ),
+}
+
+
+def calls_with_dropout(op):
+    usual, others = CALLS_WITH_DROPOUT[op]
+    yield usual
+    for name, values in others.items():
+        for value in values:
+            call = usual | {name: value}
+            if name == "enable_gqa":
+                call |= {name: x[:, :1] for name, x in call.items() if name in ("key", "value")}
+            yield call
+
+
+@pytest.mark.parametrize("op", CALLS_WITH_DROPOUT, ids=lambda op: op.__name__)
+def test_each_call_draws_one_seed_on_every_backend(op, device):
+    """Whatever its other arguments are: the same mask, and the same state of the generator."""
+    usual, others = CALLS_WITH_DROPOUT[op]
+    known = {*usual, *others, "dropout_p", "dropout_seed"}
+    assert known == set(inspect.signature(op).parameters)
+    for call in calls_with_dropout(op):
+        given = {n: x.to(device) if hasattr(x, "to") else x for n, x in call.items()}
+        torch.manual_seed(3)
+        checks.draw_seeds(1, device)
+        expected = state_of_generator(device)
+        results = []
+        for backend in ("reference", "triton"):
+            torch.manual_seed(3)
+            with use_backend(backend):
+                found = op(**given, dropout_p=0.3)
+            assert torch.equal(state_of_generator(device), expected), call
+            results.append(found if isinstance(found, tuple) else (found,))
+        for one, other in zip(*results):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def state_of_generator(device):
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def test_every_op_with_dropout_is_tried():
+    taken = {
+        op.contract
+        for op in OPERATIONS.values()
+        if "dropout_seed" in inspect.signature(op.contract).parameters
+    }
+    assert taken == set(CALLS_WITH_DROPOUT)
 
 
 class Log(TorchDispatchMode):

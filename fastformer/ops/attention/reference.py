@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.checks import require_dropout
+from fastformer.checks import require_dropout, seed_tensor
 from fastformer.description import Attention, beyond_torch
 from fastformer.dispatch import backends
 from fastformer.eager import eager, formula, may_read
@@ -148,8 +148,8 @@ def usual_dropout(
         return None
     if not query.dim() == key.dim() == value.dim() == 4:
         return None
-    seed = backends.seed_for(dropout_seed, p, query.device)
-    if drops(query, key, p, seed):
+    without_seed = dropout_seed is None and backends.draws_by_torch(query.device)
+    if without_seed and drops(query, key, p, None):
         return usual_call(query, key, value, mask, is_causal, key_lengths, p)
     if key_lengths is not None:
         return None
@@ -159,6 +159,8 @@ def usual_dropout(
     scores = batch, heads, rows, columns
     if mask is not None and (mask.dtype is not torch.bool or not fits(mask, scores)):
         return None
+    # Only now, because a call that is declined draws its seed elsewhere.
+    seed = None if without_seed else seed_tensor(dropout_seed, p, query.device)
     try:
         attention = Attention(mask, p, is_causal, default_scale(None, dim), dropout_seed=seed)
         return attention_block(query, key, value, attention, False)

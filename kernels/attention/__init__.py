@@ -13,6 +13,7 @@ and packed batches.
     hopper_rows.py      which calls it takes, and the rows that a measurement may choose
     backward.py         the kernels of delta, dK and dV, dQ, and the gradient of a bias
     short_backward.py   dQ, dK and dV in one kernel, for short sequences
+    tail.py             zeros in the rows past the last sequence of a packed batch
     plan.py             the plan of a call, which holds its launches, and the key of a plan
     launchers.py        the functions that launch a plan, registered as ops of torch
 

@@ -360,7 +360,7 @@ def backward_dkdv_kernel(
     sequence = locate_sequence(optional, sizes, b, has)
     length = sequence.length
     keys = sizes.keys
-    if has.packed:
+    if has.packed or has.lists == 3:
         keys = length
         if n0 >= length:
             return
@@ -530,7 +530,7 @@ def backward_dq_kernel(
     batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
     queries = sequence.queries
-    if has.packed:
+    if has.packed or has.lists == 3:
         if i0 >= queries:
             return
     first = sequence.first_query + i0

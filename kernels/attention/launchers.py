@@ -74,6 +74,9 @@ def _launch(plan: Any, inputs: tuple[Tensor, ...], attention: Attention) -> Any:
     sinks = query if attention.sinks is None else attention.sinks
     with on_device(query):
         plan.forward(inputs, *outputs, sinks, optional_inputs(query, attention))
+        offsets = attention.cu_seqlens_q
+        if offsets is not None:
+            plan.tail(tuple(outputs), tuple(outputs), offsets, offsets)
     return tuple(outputs)
 
 

@@ -92,6 +92,7 @@ from .short_backward import (
     short_kernels,
     short_obstacle,
 )
+from .tail import tail_launch
 
 try:  # Triton before 3.6 has no Gluon, and a later one may change it
     from .hopper import hopper_forward_kernel
@@ -496,6 +497,8 @@ class ForwardPlan(Plan):
         self.choose_bounds("forward", attention)
         self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
         self.forward = self.launch["forward"]
+        if attention.cu_seqlens_q is not None:
+            self.tail = tail_launch(attention.cu_seqlens_q, outputs)
 
 
 class DecodePlan(Plan):
@@ -643,6 +646,11 @@ class BackwardPlan(Plan):
         sink = attention.sinks is not None
         self.sink_grad, self.sink_weight = needs[4], sink and (needs[4] or self.bias_grad == "row")
         self.needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2)
+        if attention.cu_seqlens_q is not None:
+            delta = torch.empty(query.shape[:3], device="meta")
+            dbias = torch.empty(1, self.heads, self.key_rows, device="meta") if key_grad else None
+            own_q, *own_k = (x if need else None for x, need in zip(like, self.needs))
+            self.tail = tail_launch(attention.cu_seqlens_q, (own_q, delta), (*own_k, dbias))
         self.short: ShortLaunch | Launch | None = None
         self.short_obstacle = short_obstacle(self, needs, self.bias_grad, (query, key, value))
         self.one_kernel = self.choose_short()
@@ -775,7 +783,17 @@ class BackwardPlan(Plan):
             launch["dq"](inputs, *outputs, statistics, delta, given["dq"])
         if "dbias" in launch:
             launch["dbias"](inputs, dbias, statistics, delta, given["dbias"])
-        dsinks, moved = query.new_empty(0), None
+        if attention.cu_seqlens_q is not None:
+            offsets = attention.cu_seqlens_q, attention.cu_seqlens_k
+            self.tail((dq, delta, delta), (dk, dv, dbias), *offsets)
+        others = self.shared_gradients(query, grad_lse, lse, statistics, delta, dbias, attention)
+        return [dq, dk, dv, *others]
+
+    def shared_gradients(
+        self, query, grad_lse, lse, statistics, delta, dbias, attention
+    ) -> tuple[Tensor, Tensor]:
+        """Return (dbias, dsinks), given what the kernels wrote to dbias."""
+        bias, dsinks, moved = attention.bias, query.new_empty(0), None
         if self.sink_weight:
             moved = self.moved(attention.sinks, lse, statistics, delta)
             if self.sink_grad:
@@ -786,7 +804,7 @@ class BackwardPlan(Plan):
             dbias = dbias.masked_fill(lse == float("-inf"), 0.0).unsqueeze(3)
         if self.bias_grad in ("key", "row"):
             dbias = dbias.sum_to_size(bias.shape).to(bias.dtype)
-        return [dq, dk, dv, dbias, dsinks]
+        return dbias, dsinks
 
     def room_for_dbias(self, query: Tensor, lse: Tensor, bias: Tensor | None) -> Tensor:
         """Return where kernels write the gradient of the bias. It is zero if none writes all."""

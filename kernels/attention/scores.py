@@ -322,8 +322,8 @@ def locate_sequence(optional, sizes, b, has: tl.constexpr):
 
     `optional.lengths` holds the number of keys of each sequence, which in a shard counts the keys
     of the full sequence. In a packed batch it holds the offsets of the keys, and `optional.starts`
-    the offsets of the queries. All are clamped, so that a bad value never makes a program read out
-    of bounds.
+    the offsets of the queries; with a block mask the one sequence ends with the last document. All
+    are clamped, so that a bad value never makes a program read out of bounds.
     """
     if has.packed:
         q0 = clamp(tl.load(optional.starts + b).to(tl.int32), 0, sizes.query_rows)
@@ -339,6 +339,9 @@ def locate_sequence(optional, sizes, b, has: tl.constexpr):
         first_key = (b * 0).to(tl.int64)
         queries = sizes.queries
         length = sizes.keys
+        if has.lists == 3:  # later rows belong to no document
+            queries = clamp(tl.load(optional.offsets + sizes.documents).to(tl.int32), 0, queries)
+            length = clamp(tl.load(optional.lengths + sizes.documents).to(tl.int32), 0, length)
         if has.shard and has.lists < 3:  # documents are complete
             shard = sizes.shard
             length = shard.keys

@@ -1,6 +1,7 @@
 """Attention to parts of one projection: the gradients of query, key and value are one tensor."""
 
 import collections
+import dataclasses
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def made(name, device, dtype=torch.float64):
     for p in module.parameters():
         p.data.add_(torch.randn_like(p) / 10)
     lengths = torch.tensor([5, 1, 0, S], device=device)
-    shape = (15, D) if to == "packed" else (S, D) if to == "one" else (B, S, D)
+    shape = (18, D) if to == "packed" else (S, D) if to == "one" else (B, S, D)
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     y = torch.randn(B, S + 3, D, device=device, dtype=dtype, requires_grad=True)
     leaves, given = [x, *module.parameters()], dict(given)
@@ -56,8 +57,10 @@ def made(name, device, dtype=torch.float64):
     if "bias" in given:
         given["bias"] = torch.randn(given["bias"], device=device, dtype=dtype, requires_grad=True)
         leaves.append(given["bias"])
-    if to == "packed":
-        given["mask"] = ff.unpad(torch.zeros(4, S, 1, device=device), lengths)[1]
+    if to == "packed":  # with three rows past the last sequence
+        packing = ff.unpad(torch.zeros(4, S, 1, device=device), lengths)[1]
+        indices = torch.cat([packing.indices, packing.indices[:3]])
+        given["mask"] = dataclasses.replace(packing, indices=indices)
     if "rotary" in given:
         tables = ff.rotary_frequencies(D // H, len(x) if to == "packed" else S, device=device)
         given["rotary"] = tuple(t.to(dtype) for t in tables)

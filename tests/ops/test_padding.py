@@ -181,6 +181,46 @@ def test_packed_empty(backend, device, lengths):
     assert all(g.numel() == 0 for g in torch.autograd.grad(out.sum(), leaves))
 
 
+MASKED = {
+    name: OPTIONS[name]
+    for name in ("plain", "bottom-right window", "dropout", "alibi", "key bias", "sinks, causal")
+}
+TAILS = [(case, False) for case in OPTIONS] + [(case, True) for case in MASKED]
+
+
+@pytest.mark.parametrize("case, masked", TAILS, ids=lambda x: str(x))
+def test_rows_past_the_last_sequence(backend, device, case, masked):
+    """A buffer of fixed size: output, lse and gradients are zeros there, and the other rows are
+    those of the call without them, whatever these rows and their incoming gradients hold.
+    """
+    x, constants = call(device, case)
+    if masked:
+        q, k = x["query"].shape[0], x["key"].shape[0]
+        dense = torch.rand(q + 7, k + 70, device=device) < 0.7
+    n, results, weights = x["query"].shape[0], [], None
+    for tail_q, tail_k in ((0, 0), (7, 70)):  # fewer and more rows than a block has
+        longer = dict(query=tail_q, key=tail_k, value=tail_k, bias=tail_k, sinks=0)
+        leaves = {
+            n: torch.cat([t, t.new_full((longer[n], *t.shape[1:]), torch.nan)]).requires_grad_()
+            for n, t in x.items()
+        }
+        if masked:
+            shown = dense[: q + tail_q, : k + tail_k]
+            constants["attn_mask"] = ff.block_mask(shown.expand(1, 1, -1, -1))
+        out, lse = functional.packed_attention(**leaves, **constants, return_lse=True)
+        assert not out[n:].any() and not lse[:, n:].any()
+        weights = weights or [torch.randn_like(t) for t in (out, lse)]
+        more = weights[0].new_full((tail_q, *out.shape[1:]), torch.nan)
+        incoming = torch.cat([weights[0], more]), torch.cat([weights[1], more[..., 0].t()], 1)
+        grads = torch.autograd.grad([out, lse], list(leaves.values()), incoming)
+        for (name, t), grad in zip(x.items(), grads):
+            assert not grad[len(t) :].any(), name
+        kept = [grad[: len(t)] for t, grad in zip(x.values(), grads)]
+        results.append([out[:n], lse[:, :n], *kept])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("far, dim", [(n, d) for n in ("query", "key", "value") for d in (0, 1)])
 def test_packed_offsets_past_int32(backend, device, same_when_far, far, dim):
     """Tokens or heads so far apart that the last one stands past 2^31 elements, which is the only

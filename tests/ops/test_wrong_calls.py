@@ -656,7 +656,7 @@ OTHERS = [
     (PACKED, dict.fromkeys(("key", "value"), floats(B * S, 3, D)), "heads that divides 2"),
     (PACKED, dict(max_q=1), "max_q is 1; expected at least the longest sequence, 3"),
     (PACKED, dict(window=(-1, None)), "window is"),
-    (PACKED, offsets(0, T, B * T - 1), "goes from 0 to 5; expected .* tokens of query, 6"),
+    (PACKED, offsets(0, T, B * T + 1), "goes from 0 to 7; expected .* tokens of query, 6"),
     (PACKED, offsets(1, T, B * T), "goes from 1 to 6"),
     (PACKED, offsets(0, B * T + 1, B * T), "decreases by 1"),
     (PACKED, offsets(0, B * T), "cu_seqlens_k has shape"),

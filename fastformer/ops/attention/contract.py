@@ -253,9 +253,10 @@ def packed_attention(
 
     The tokens of all sequences are concatenated; sequence b has the queries
     cu_seqlens_q[b] .. cu_seqlens_q[b+1] - 1 and sees only its own keys. `fastformer.unpad` makes
-    such a batch.
+    such a batch. Rows past the last sequence are the padding of a buffer of fixed size: they may
+    hold anything, and output, lse and gradients are zeros there.
 
-        tokens         a a a b b c c c c          cu_seqlens  0 3 5 9
+        tokens         a a a b b c c c c .        cu_seqlens  0 3 5 9
 
     Args:
         query: [Tq, H, D], float32, float16, bfloat16 or float64.
@@ -263,7 +264,7 @@ def packed_attention(
             h // (H / G).
         value: [Tk, G, Dv].
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32: the cumulative lengths of the sequences, from 0,
-            not decreasing, to Tq and to Tk.
+            not decreasing, to at most Tq and Tk.
         max_q, max_k: the length of the longest sequence, or more.
         attn_mask: a `BlockMask` [1, 1 or H, Tq, Tk] of the packed tokens, or None. A query sees a
             key of its sequence if the mask allows it; what the mask holds of other sequences does
@@ -287,8 +288,8 @@ def packed_attention(
 
     Raises:
         ValueError: shapes that do not fit; offsets that do not begin at 0, that decrease, or that
-            do not end at the number of tokens; a sequence longer than max_q or max_k; a shard of
-            queries or keys; a bias of another shape than [Tk].
+            end past the number of tokens; a sequence longer than max_q or max_k; a shard of queries
+            or keys; a bias of another shape than [Tk].
         TypeError: dtypes that differ or are not floating, offsets that are not int32.
 
     Source: Dao 2023, "FlashAttention-2"; the packing: Krell et al. 2021, "Efficient Sequence

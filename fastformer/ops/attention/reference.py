@@ -404,7 +404,6 @@ def packed_attention(
     cu_seqlens_q, cu_seqlens_k = attention.cu_seqlens_q, attention.cu_seqlens_k
     assert cu_seqlens_q is not None and cu_seqlens_k is not None
     max_q, max_k = attention.max_q, attention.max_k
-    rows, columns = (_places(cu, x) for cu, x in ((cu_seqlens_q, query), (cu_seqlens_k, key)))
     queries, keys = _lengths(cu_seqlens_q), _lengths(cu_seqlens_k)
     batch = queries.shape[0]
     bias = attention.bias
@@ -412,17 +411,29 @@ def packed_attention(
     if seen is not None:  # a masked key may hold NaN, and 0 times NaN is NaN
         key, value = (x.masked_fill(~seen.view(-1, 1, 1), 0.0) for x in (key, value))
     if attention.mask_spans is not None:  # the tokens are one sequence, which the documents mask
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        tail, of_keys = (
+            torch.arange(x.shape[0], device=x.device) >= cu[-1]
+            for x, cu in ((query, cu_seqlens_q), (key, cu_seqlens_k))
+        )
+        q, k, v = (
+            x.masked_fill(past.view(-1, 1, 1), 0.0).transpose(0, 1).unsqueeze(0)
+            for x, past in ((query, tail), (key, of_keys), (value, of_keys))
+        )
         found = scaled_dot_product_attention(q, k, v, attention, return_lse)
         out, *lse = found if return_lse else (found,)
-        return (out[0].transpose(0, 1), lse[0][0]) if lse else out[0].transpose(0, 1)
+        out = out[0].transpose(0, 1)
+        return (out, lse[0][0].masked_fill(tail, 0.0)) if lse else out
     attention = attention._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    rows, columns = (
+        _places(cu, x, length)
+        for cu, x, length in ((cu_seqlens_q, query, max_q), (cu_seqlens_k, key, max_k))
+    )
     q, k, v = (
-        x.new_zeros(batch, length, *x.shape[1:]).index_put(at, x).transpose(1, 2)
+        _padded(x, at, batch, length).transpose(1, 2)
         for x, at, length in ((query, rows, max_q), (key, columns, max_k), (value, columns, max_k))
     )
     if bias is not None:
-        padded_bias = bias.new_zeros(batch, max_k).index_put(columns, bias)
+        padded_bias = _padded(bias, columns, batch, max_k)
         attention = attention._replace(bias=padded_bias.view(batch, 1, 1, max_k))
     attention = band_as_mask(k, max_q, queries, keys, attention)
     shard = attention.shard
@@ -431,9 +442,21 @@ def packed_attention(
     padded = attention._replace(shard=shard, key_lengths=keys)
     found = scaled_dot_product_attention(q, k, v, padded, return_lse)
     if not return_lse:
-        return found.transpose(1, 2)[rows]
-    out, lse = (x.transpose(1, 2)[rows] for x in found)
+        return _packed(found, rows)
+    out, lse = (_packed(x, rows) for x in found)
     return out, lse.transpose(0, 1)
+
+
+def _padded(x: Tensor, at: Tensor, batch: int, length: int) -> Tensor:
+    """Return [batch, length, ..] with the tokens x [tokens, ..] at their places, and zeros."""
+    padded = x.new_zeros(batch * length + 1, *x.shape[1:]).index_put((at,), x)
+    return padded[:-1].view(batch, length, *x.shape[1:])
+
+
+def _packed(x: Tensor, at: Tensor) -> Tensor:
+    """Return the tokens of x [B, H, length, ..], and zeros past the last sequence."""
+    rows = x.transpose(1, 2).flatten(0, 1)
+    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])[at]
 
 
 def _lengths(cu_seqlens: Tensor) -> Tensor:
@@ -447,11 +470,14 @@ def _lengths(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens.diff()
 
 
-def _places(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sequence, position in it) of each token of a packed x [tokens, ..]."""
+def _places(cu_seqlens: Tensor, x: Tensor, length: int) -> Tensor:
+    """Return where each token of a packed x [tokens, ..] lies in a batch that is padded to `length`
+    tokens: b length + position in sequence b; B length for tokens past the last sequence.
+    """
     tokens = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
     b = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-    return b, (tokens - cu_seqlens[b]).long()
+    place = b * length + (tokens - cu_seqlens[b])
+    return torch.where(tokens < cu_seqlens[-1], place, (cu_seqlens.shape[0] - 1) * length)
 
 
 def paged_attention(

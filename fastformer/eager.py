@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +28,22 @@ def use_formula() -> Iterator[None]:
         yield
     finally:
         formula.always = previous
+
+
+def gradients_through(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Return differentiable gradients of the inputs, None for those that require none. An output
+    may depend on none of them, and its incoming gradient may be None.
+    """
+    used = [(x, g) for x, g in zip(outputs, grads) if g is not None and x.requires_grad]
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    found: Iterator[Tensor] = map(torch.zeros_like, wanted)
+    if used and wanted:
+        results, incoming = zip(*used)
+        options = dict(create_graph=True, materialize_grads=True)
+        found = iter(torch.autograd.grad(results, wanted, incoming, **options))
+    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 
 def eager(x: Tensor) -> bool:

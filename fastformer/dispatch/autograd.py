@@ -41,7 +41,7 @@ from torch.autograd import forward_ad
 
 from fastformer.description import Attention, pack, unpack
 from fastformer.dispatch.operation import Operation
-from fastformer.eager import use_formula
+from fastformer.eager import gradients_through, use_formula
 
 
 class _Pair:
@@ -207,10 +207,9 @@ def _through_reference(
         arguments["attention"] = unpack([arguments.pop(name) for name in pair.fields])
     with use_formula():
         outputs = _as_tuple(pair.record.reference(**arguments))
-    wanted = [x for x in inputs if x is not None]
-    given = [grad for grad in incoming if grad is not None]
-    results = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True))
-    return [next(results) if need else None for need in needs]
+    returned = zip(pair.outputs, incoming)
+    grads = [g for name, g in returned if arguments.get("return_" + name, True)]
+    return gradients_through(outputs, grads, inputs)
 
 
 def outputs(op: str, arguments: dict[str, Any], alternative: str = "") -> tuple[Tensor, ...]:

@@ -2,6 +2,8 @@
 torch.func, vmap's absence.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -277,6 +279,35 @@ def test_double_backward(device, name):
             results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), tensors))
     for want, have in zip(*results):
         assert (have - want).norm() <= 1e-5 * want.norm() and want.norm() > 0
+
+
+@pytest.mark.parametrize("name", [n for n in SMALL if n != "feed_forward relu"])
+def test_double_backward_of_some_inputs(device, name):
+    """Frozen weights, and outputs that depend on no input with a gradient: every set of inputs,
+    with create_graph=True and by torch.func.grad, which always makes a graph.
+    """
+    call, tensors = over_tensors(*arguments(name, device))
+    places = range(len(tensors))
+    for some in (x for n in places for x in itertools.combinations(places, n + 1)):
+
+        def loss(*inputs, some=some):
+            given = [x.detach() for x in tensors]
+            for n, x in zip(some, inputs):
+                given[n] = x
+            return joined(call(*given)).sin().sum()
+
+        inputs, results = [tensors[n] for n in some], []
+        for backend in ("reference", "triton"):
+            with use_backend(backend), eager.use_formula():
+                grads = torch.autograd.grad(loss(*inputs), inputs, create_graph=True)
+                total = sum(g.square().sum() for g in grads)
+                twice = [torch.zeros_like(x) for x in inputs]
+                if total.requires_grad:  # else the op is linear in these inputs
+                    twice = torch.autograd.grad(total, inputs, materialize_grads=True)
+                apart = torch.func.grad(loss, tuple(range(len(inputs))))(*inputs)
+            results.append([*grads, *twice, *apart])
+        for want, have in zip(*results, strict=True):
+            assert (have - want).norm() <= 1e-5 * (want.norm() + 1e-3), some
 
 
 @pytest.mark.sample

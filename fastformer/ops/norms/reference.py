@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from fastformer.description import RowShard
 from fastformer.dispatch import backends
-from fastformer.eager import formula, use_formula
+from fastformer.eager import formula, gradients_through, use_formula
 from fastformer.ops.dropout import dropout, dropout_scale, dropped_rows, of_runs, without
 
 
@@ -215,17 +215,17 @@ def dropout_add_norm_backward(
     The gradient of residual_out is the sum of grad_residual_out and its gradient through the norm.
     """
     shape = list(weight.shape)
-    given = [x.view_as(x) for x in (residual_out, weight, bias) if x is not None]
-    options = {} if unbiased is None else {"unbiased": unbiased}
+    given = [x if x is None else x.view_as(x) for x in (residual_out, weight, bias)]
+    options = {} if unbiased is None else {"bias": given[2], "unbiased": unbiased}
     with use_formula():
-        normalized = norm(given[0], shape, *given[1:], eps=eps, **options)
-    grad, *found = torch.autograd.grad(normalized, given, grad_normalized, create_graph=True)
-    rest: list[Tensor | None] = [*found]
+        normalized = norm(given[0], shape, given[1], eps=eps, **options)
+    grad, *rest = gradients_through([normalized], [grad_normalized], given)
+    assert grad is not None  # residual_out is an output of the op
     if grad_residual_out is not None:
         grad = grad + grad_residual_out
     grad_input = masked(grad, shape, dropout_p, dropout_seed, shard) * dropout_scale(dropout_p)
-    if unbiased is not None and bias is None:
-        rest.append(None)
+    if unbiased is None:
+        rest.pop()
     if input_bias is not None:
         rest.append(grad_input.reshape(-1, *shape).sum(0, dtype=input_bias.dtype))
     grads = [grad_input, grad, *rest, None]

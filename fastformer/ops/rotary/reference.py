@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastformer.eager import gradients_through
+
 
 def rotary_embedding(
     query: Tensor,
@@ -72,6 +74,5 @@ def rotary_embedding_backward(
     options = dict(interleaved=interleaved, query_norm=norms[0], key_norm=norms[1], eps=eps)
     with torch.enable_grad():
         outputs = rotary_embedding(q, k, cos, sin, **options)  # type: ignore[arg-type]
-    wanted = [x for x, need in zip(given, needs) if need and x is not None]
-    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
-    return [next(found) if need and x is not None else None for x, need in zip(given, needs)]
+    found = gradients_through(outputs, grads, [x if n else None for x, n in zip(given, needs)])
+    return [x if need else None for x, need in zip(found, needs)]

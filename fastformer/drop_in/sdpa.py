@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fastformer.checks import autocast
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import record_torch, unsupported_tensor
@@ -28,14 +29,14 @@ class sdpa_override(TorchFunctionMode):
             model(x)
 
     It accepts torch's arguments with torch's meaning: a boolean mask (True keeps a key) or a
-    floating one, dropout, is_causal aligned to the top left, scale, enable_gqa, three or four
-    dimensions, a head dim of value that differs from that of query. Torch's own function runs each
-    call that the op does not support (nested tensors, tensor subclasses, other numbers of
-    dimensions, batches that broadcast, head dims of 0 or above 256, other dtypes, a scale that is a
-    tensor) and each call with invalid arguments. The output of a query that sees no key is zero,
-    also if a mask in float32 or bfloat16 hides the keys by finfo.min; in float16 only -inf hides a
-    key. Contexts nest, and work inside and around torch.compile. A context does not see the calls
-    inside nn.MultiheadAttention: use `accelerate` for that module.
+    floating one, dropout, is_causal aligned to the top left, scale, enable_gqa, any number of
+    leading dimensions, a head dim of value that differs from that of query, and the dtypes that
+    torch.autocast casts. Torch's own function runs each call that the op does not support (nested
+    tensors, tensor subclasses, batches that broadcast, head dims of 0 or above 256, other dtypes, a
+    scale that is a tensor) and each call with invalid arguments. The output of a query that sees no
+    key is zero, also if a mask in float32 or bfloat16 hides the keys by finfo.min; in float16 only
+    -inf hides a key. Contexts nest, and work inside and around torch.compile. A context does not
+    see the calls inside nn.MultiheadAttention: use `accelerate` for that module.
 
     backward() runs outside of every such mode, so under activation checkpointing the `with` has to
     be inside the checkpointed function. Around the checkpoint, the recomputed forward would use
@@ -66,6 +67,7 @@ def _sdpa(
         out = usual_call(query, key, value, attn_mask, is_causal, None)
         if out is not None:
             return out
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)  # as torch's op does
     reason = (
         _unsupported_input(query, key, value, attn_mask)
         or _unsupported_heads(query, key, value, enable_gqa)
@@ -75,7 +77,7 @@ def _sdpa(
     if reason is not None:
         record_torch("scaled_dot_product_attention", reason)
         return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
-    enable_gqa = enable_gqa or (query.dim() == 4 and key.shape[1] == 1)  # one head for all
+    enable_gqa = enable_gqa or (query.dim() > 3 and key.shape[-3] == 1)  # one head for all
     with backends.observe(on_unsupported=_ignore):
         return functional.scaled_dot_product_attention(*args, scale, enable_gqa)
 
@@ -85,8 +87,8 @@ def _ignore(op: str, reason: str) -> None:
 
 
 # Each of these functions returns why torch's own op has to run, or None. An invalid argument is a
-# reason too: torch then raises its own error. query: [B, H, Sq, D] or [B, Sq, D]; key and value:
-# [B, H, Sk, D] or [B, Sk, D]; attn_mask broadcasts to the scores [B, H, Sq, Sk].
+# reason too: torch then raises its own error. query: [.., H, Sq, D], [B, Sq, D] or [Sq, D]; key
+# and value likewise, with Sk; attn_mask broadcasts to the scores [.., Sq, Sk].
 
 
 def _unsupported_input(
@@ -96,14 +98,14 @@ def _unsupported_input(
     reason = unsupported_tensor(*tensors, attn_mask)
     if reason is not None:
         return reason
-    if any(x.dim() != query.dim() for x in tensors) or query.dim() not in (3, 4):
-        return "not three or four dimensions each"
+    if any(x.dim() != query.dim() for x in tensors) or query.dim() < 2:
+        return "not two dimensions or more each"
     if any(x.dtype != query.dtype or x.device != query.device for x in tensors):
         return "several dtypes or devices"
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         return f"the dtype is {query.dtype}"
     low = query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cpu"
-    if low and query.dim() == 3 and backends.current_backend() != "triton":
+    if low and query.dim() < 4 and backends.current_backend() != "triton":
         return (
             "on a CPU torch has half precision without heads in another op, with better gradients"
         )
@@ -111,13 +113,13 @@ def _unsupported_input(
 
 
 def _unsupported_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
-    batch = query.shape[0]
-    if key.shape[0] != batch or value.shape[0] != batch or key.shape[:-1] != value.shape[:-1]:
+    batch = query.shape[: -3 if query.dim() > 3 else -2]
+    if key.shape[: len(batch)] != batch or key.shape[:-1] != value.shape[:-1]:
         return "the batch or the heads broadcast"
-    if query.dim() == 4 and query.shape[1] != key.shape[1]:
-        if not enable_gqa and key.shape[1] != 1:  # one key head is allowed, see `_sdpa`
+    if query.dim() > 3 and query.shape[-3] != key.shape[-3]:
+        if not enable_gqa and key.shape[-3] != 1:  # one key head is allowed, see `_sdpa`
             return "the heads broadcast"
-        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        if key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]:
             return "the heads of key do not divide those of query"
     dims = (query.shape[-1], value.shape[-1])
     if 0 in dims or max(dims) > MAX_HEAD_DIM or key.shape[-1] != dims[0]:

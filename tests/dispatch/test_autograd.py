@@ -386,6 +386,37 @@ def test_compiled_dropout_draws_anew_and_obeys_the_seed(backend, device):
     assert torch.equal(compiled(x), first)
 
 
+@pytest.mark.parametrize("form", ["seed", "checkpoint"])
+def test_dropout_that_is_computed_again(backend, device, form):
+    """With a seed a compiled backward may compute the forward again, and inside of a checkpoint
+    without one, too: the gradient is that of the mask of the forward.
+    """
+    seed, v = torch.tensor(5, device=device), torch.randn(1, 1, 40, 8, device=device)
+
+    def attend(x, seed=None):
+        h = x.tanh()
+        return ff.scaled_dot_product_attention(h, h, v, dropout_p=0.5, dropout_seed=seed)
+
+    def call(x):
+        if form == "seed":
+            return attend(x, seed).sum()
+        return checkpoint(attend, x, use_reentrant=False).sum()
+
+    budget = 0.0 if form == "seed" else 1.0
+    x, d = torch.randn(2, 1, 1, 40, 8, dtype=torch.float64, device=device)
+    v = v.double()
+    with torch._functorch.config.patch(activation_memory_budget=budget), use_backend(backend):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")
+        ends = []
+        for step in (1e-5, -1e-5, 0.0):
+            torch.manual_seed(3)
+            at = (x + step * d).requires_grad_()
+            ends.append(compiled(at))
+        (gradient,) = torch.autograd.grad(ends.pop(), at)
+    slope = (ends[0] - ends[1]) / 2e-5
+    torch.testing.assert_close((gradient * d).sum(), slope.detach(), rtol=1e-6, atol=1e-8)
+
+
 def test_a_compiled_function_follows_use_backend(device, monkeypatch):
     layer_norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
     launched = []

@@ -1526,6 +1526,9 @@ def sdpa_cases(device):
         ((q, few, few), {"enable_gqa": True}),
         ((q[:, 0], k[:, 0], v[:, 0]), {"attn_mask": mask[:, 0]}),
         ((q, k, v), {"dropout_p": 0.5}),
+        ((q[None], k[None], v[None]), {"attn_mask": mask}),
+        ((q[:, None], few[:, None], few[:, None]), {"enable_gqa": True}),
+        ((q[0, 0], k[0, 0], v[0, 0]), {"attn_mask": mask[0, 0]}),
     ]
 
 
@@ -1543,6 +1546,33 @@ def test_sdpa_override(backend, device):
             torch.testing.assert_close(F.scaled_dot_product_attention(*args, **options), want)
             (row,) = ff.explain(Direct(), *args, **options).rows
             assert row[1:3] == ("scaled_dot_product_attention", backend)
+
+
+@pytest.mark.parametrize("wide", ["bias", "query and key", "value", "all"])
+def test_sdpa_override_under_autocast(backend, device, wide):
+    """torch.autocast makes all dtypes one; the gradients have those of the leaves."""
+    low, leaves = torch.bfloat16, {}
+    for name, shape in dict(query=(L, 8), key=(S, 8), value=(S, 12), bias=(L, S)).items():
+        x = torch.randn(N, 4, *shape, device=device)
+        leaves[name] = x.to(torch.float32 if wide == "all" or name in wide else low)
+        leaves[name].requires_grad_()
+    q, k, v, bias = leaves.values()
+    found = []
+    for attend in (F.scaled_dot_product_attention, ff.scaled_dot_product_attention, None):
+        with torch.autocast(device.type, low):
+            if attend is None:
+                with ff.sdpa_override():
+                    out = F.scaled_dot_product_attention(q, k, v, bias)
+                    (row,) = ff.explain(Direct(), q, k, v, bias).rows
+                    assert row[1:3] == ("scaled_dot_product_attention", backend)
+            else:
+                out = attend(q, k, v, bias)
+        grads = torch.autograd.grad(out.float().square().sum(), list(leaves.values()))
+        found.append([out, *grads])
+    for want, *others in zip(*found):
+        for have in others:
+            assert have.dtype is want.dtype
+            assert (have - want).norm() <= 0.03 * want.norm()
 
 
 def test_sdpa_override_nests_and_ends(device):
@@ -1573,8 +1603,6 @@ def test_sdpa_override_leaves_to_torch(backend, device):
     wide, mask = torch.randn(N, 4, L, 300, device=device), torch.rand(L, L, device=device) < 0.7
     taken = {
         "wide": ((wide, wide, wide), {}),
-        "five dimensions": ((q[None], q[None], q[None]), {}),
-        "two dimensions": ((q[0, 0], q[0, 0], q[0, 0]), {}),
         "batches broadcast": ((q, q[:1], q[:1]), {}),
         "three and four dimensions": ((q[0], q, q), {}),
         "mask and is_causal": ((q, q, q, mask, 0.0, True), {}),

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
@@ -361,6 +362,44 @@ def test_three_dimensions(backend, device, against_oracle):
     against_oracle(functional.scaled_dot_product_attention, x, attn_mask=mask)
     out, lse = functional.scaled_dot_product_attention(**x, attn_mask=mask, return_lse=True)
     assert out.shape == (B, 20, 24) and lse.shape == (B, 20)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 1, 2), (2, 2, 1, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float", "bias"])
+def test_leading_dimensions(backend, device, lead, kind):
+    """Windows of an image: torch folds all dimensions before [H, S, D]. A mask or a bias broadcasts
+    in each of them.
+    """
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(*lead, n, d, device=device, requires_grad=True)
+        for n, d in ((20, 16), (30, 16), (30, 24))
+    )
+    for n in range(len(lead) + 1):
+        for ones in itertools.product((False, True), repeat=n):
+            sizes = (1 if one else full for one, full in zip(ones, lead[len(lead) - n :]))
+            mask = torch.randn(*sizes, 20, 30, device=device)
+            mask = (mask > -1) if kind == "bool" else mask.requires_grad_()
+            leaves = [q, k, v] + [mask] * (kind != "bool")
+            given = dict(bias=mask) if kind == "bias" else dict(attn_mask=mask)
+            out, lse = functional.scaled_dot_product_attention(q, k, v, **given, return_lse=True)
+            wide = [x.double() for x in (q, k, v)]
+            added = mask if kind == "bool" else mask.double()
+            want = F.scaled_dot_product_attention(*wide, attn_mask=added)
+            assert lse.shape == (*lead, 20)
+            weight = torch.randn_like(out)
+            have = [out, *torch.autograd.grad(out, leaves, weight)]
+            want = [want, *torch.autograd.grad(want, leaves, weight.double())]
+            for a, b in zip(have, want):
+                torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-4, atol=1e-4)
+
+
+def test_leading_dimensions_with_grouped_heads(backend, device):
+    q, k = torch.randn(2, 3, 4, 5, 8, device=device), torch.randn(2, 3, 2, 7, 8, device=device)
+    given = dict(enable_gqa=True, dropout_p=0.3, dropout_seed=1, is_causal=True)
+    out = functional.scaled_dot_product_attention(q, k, k, **given)
+    same = functional.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, k)), **given)
+    assert torch.equal(out.flatten(0, 1), same)
 
 
 @pytest.mark.parametrize("sq", [1, 63])
@@ -1528,6 +1567,7 @@ def test_tiles_that_are_walked(device, tiles, work, window, alignment, lengths, 
 
 def test_tiles_of_a_packed_batch_that_are_walked(device, tiles, work):
     """No program past the end of its sequence."""
+    processors = pytest.importorskip("fastformer.kernels.launch").processors
     tiles(16, 16)
     queries, keys = (20, 50, 0), (30, 17, 16)
     x = torch.randn(70, 1, 8, device=device), *torch.randn(2, 63, 1, 8, device=device)
@@ -1537,7 +1577,8 @@ def test_tiles_of_a_packed_batch_that_are_walked(device, tiles, work):
     out = []
     with use_backend("triton"):
         found = work(lambda: out.append(functional.packed_attention(*x, *starts, 50, 30)))
-    assert (found.programs, found.products) == (3 * 4, 2 * walked)
+    clearing = processors(device)  # programs, of the rows past the last sequence
+    assert (found.programs, found.products) == (3 * 4 + clearing, 2 * walked)
     assert work(out[0].sum().backward).products == (3 + 4) * walked
 
 

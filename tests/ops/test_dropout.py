@@ -254,8 +254,12 @@ CALLS_WITH_DROPOUT = {
     ff.scaled_dot_product_attention: (
         dict(query=X, key=X, value=X),
         dict(
-            attn_mask=[X[0, 0, :, :5] > 0, X[:, :, :, :5], X[:, :1, :1, :5] > -1]
-            + [ff.block_mask(X[:, :, :, :5] > -0.5)],
+            attn_mask=[
+                X[0, 0, :, :5] > 0,
+                X[:, :, :, :5],
+                X[:, :1, :1, :5] > -1,
+                ff.block_mask(X[:, :, :, :5] > -0.5),
+            ],
             is_causal=[True],
             scale=[0.5],
             enable_gqa=[True],

@@ -641,7 +641,13 @@ def classes(n):
 
 # Wrong calls of another kind: an op or several, what of the right call is changed, and the words.
 OTHERS = [
-    (ATTENTION, dict(query=floats(B, T, D)), r"key has shape .*; expected three dimensions"),
+    (ATTENTION, dict(query=floats(B, T, D)), r"key has shape .*; expected 3 dimensions"),
+    (ATTENTION, dict(query=floats(D)), r"query has shape \[.*\]; expected \[.., S, D\]"),
+    (
+        ATTENTION,
+        dict(query=floats(1, B, H, T, D), key=floats(B, 1, H, S, D), value=floats(B, 1, H, S, D)),
+        "key has shape .*; expected the leading dimensions of query",
+    ),
     (ATTENTION, ONE_HEAD, "enable_gqa"),
     (ATTENTION, dict(query=floats(B, 3, T, D), enable_gqa=True), "heads that divides 3"),
     (ATTENTION, dict(attn_mask=torch.zeros(T, S + 1), bias=None), r"^attn_mask has shape"),

@@ -144,13 +144,13 @@ def mask_and_bias(
     bias: Tensor | None,
     query: Tensor,
     scores: Scores,
-    three: bool,
+    lead: Sequence[int] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Blocks]:
     """Return the checked mask, bias, and tensors of a block mask. A floating mask is returned as
     the bias.
 
-    three: whether the query was given without heads; a mask or a bias [B, Sq, Sk] then gets a
-        dimension of one head.
+    lead: the dimensions before [Sq, D] that the query was given with, if they are not [B, H]. The
+        mask or the bias broadcasts to [*lead, Sq, Sk].
     """
     bias_name, blocks = "bias", NO_BLOCKS
     if isinstance(attn_mask, BlockMask):
@@ -158,7 +158,7 @@ def mask_and_bias(
     elif attn_mask is not None:
         require_tensor("attn_mask", attn_mask)
         if attn_mask.dtype is torch.bool:
-            attn_mask = _broadcast("attn_mask", attn_mask, query, scores, three)
+            attn_mask = _broadcast("attn_mask", attn_mask, query, scores, lead)
         elif not attn_mask.is_floating_point():
             raise TypeError(
                 f"attn_mask has dtype {attn_mask.dtype}; expected torch.bool, True where a key "
@@ -175,7 +175,7 @@ def mask_and_bias(
         _require_bias(bias_name, bias, query)
         if bias.dtype is not torch.float32 and autocast_dtype(query) is not None:
             bias = bias.to(query.dtype)
-        bias = _broadcast(bias_name, bias, query, scores, three)
+        bias = _broadcast(bias_name, bias, query, scores, lead)
     return attn_mask, bias, blocks
 
 
@@ -233,17 +233,31 @@ def checked_key_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor 
     return bias
 
 
-def _broadcast(name: str, x: Tensor, query: Tensor, scores: Scores, three: bool) -> Tensor:
+def _broadcast(
+    name: str, x: Tensor, query: Tensor, scores: Scores, lead: Sequence[int] | None
+) -> Tensor:
     if x.device != query.device:
         require_device(name, x, "query", query)
-    shape, full = x.shape, scores[:1] + scores[2:] if three else scores
+    shape, full = x.shape, scores if lead is None else (*lead, *scores[2:])
     fits = len(shape) <= len(full)
     if shape != full[-len(shape) :]:
         for have, want in zip(reversed(shape), reversed(full)):
             fits = fits and (have == want or have == 1)
     if not fits:
         raise wrong_shape(name, x, f"one that broadcasts to {list(full)}")
-    return x.unsqueeze(1) if three and len(shape) == 3 else x
+    return x if lead is None else _folded(x, lead)
+
+
+def _folded(x: Tensor, lead: Sequence[int]) -> Tensor:
+    """Return a mask or a bias that broadcasts to [*lead, Sq, Sk] as one of [B, H, Sq, Sk]."""
+    own = x.shape[:-2]
+    if len(lead) < 2:  # no heads
+        return x.unsqueeze(-3) if own else x
+    if len(own) < 2:
+        return x
+    if max(own[:-1]) > 1:
+        x = x.expand(*lead[:-1], *x.shape[-3:])
+    return x.flatten(0, -4)
 
 
 def require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:

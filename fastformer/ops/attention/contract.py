@@ -82,13 +82,14 @@ def scaled_dot_product_attention(
             reference computes the call.
         key: [B, G, Sk, D], of the same dtype. G is H; with `enable_gqa`, H is a multiple of G, and
             query head h reads key-value head h // (H / G).
-        value: [B, G, Sk, Dv]. All three may be given without heads, as [B, S, D].
-        attn_mask: boolean, broadcastable to [B, H, Sq, Sk] (without heads: to [B, Sq, Sk]); True
-            keeps the key. It is read through its strides, never expanded. Large calls skip blocks
-            of keys before the first and past the last key that it keeps. None keeps all keys. A
-            floating mask is a `bias`, as in torch. Or a `BlockMask` of the shape of the scores,
-            where B and H may be 1; it is not taken within `context_parallel`, nor with DTensors
-            that are sharded over the queries.
+        value: [B, G, Sk, Dv]. As in torch, all three may have other leading dimensions:
+            [.., H, S, D], which B then stands for; without heads [B, S, D], or [S, D].
+        attn_mask: boolean, broadcastable to [B, H, Sq, Sk] (with other leading dimensions to
+            [.., Sq, Sk] of these); True keeps the key. It is read through its strides, never
+            expanded. Large calls skip blocks of keys before the first and past the last key that it
+            keeps. None keeps all keys. A floating mask is a `bias`, as in torch. Or a `BlockMask`
+            of the shape of the scores, where B and H may be 1; it is not taken within
+            `context_parallel`, nor with DTensors that are sharded over the queries.
         dropout_p: probability in [0, 1] that a weight is dropped, rounded to a multiple of 2^-16;
             the others are scaled by 1/(1 - dropout_p). Dropout is always on: pass 0 in evaluation.
         is_causal: query i sees keys j <= i + shift.
@@ -180,12 +181,13 @@ def scaled_dot_product_attention(
         out = drops(*given, dropout_p, dropout_seed) if dropout_p else usual_call(*given)
         if out is not None:
             return out
-    three = False
+    lead: Sequence[int] | None = None  # the dimensions before [S, D], if they are not [B, H]
     if not _are_heads(query, key, value):
         query, key, value = autocast(query, key, value)
         require_floating(query=query, key=key, value=value)
-        three = query.dim() == 3
-        query, key, value = _with_heads(three, query=query, key=key, value=value)
+        if not query.dim() == key.dim() == value.dim() == 4:
+            lead = query.shape[:-2]
+            query, key, value = _folded(query=query, key=key, value=value)
     enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale, scores = require_attention(query, key, value, scale, enable_gqa)
     if shard is None and backends.sequences_are_sharded():
@@ -195,7 +197,7 @@ def scaled_dot_product_attention(
         band = attn_mask, is_causal, window
         attn_mask, is_causal, window = as_flags(*band, query, scores)
     if attn_mask is not None or bias is not None:
-        attn_mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores, three)
+        attn_mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores, lead)
     p = require_dropout("dropout_p", dropout_p)
     shard = None if shard is None else checked_shard(shard, scores, p)
     if key_lengths is not None:
@@ -221,9 +223,10 @@ def scaled_dot_product_attention(
     return_lse = require_flag("return_lse", return_lse)
     inputs = dict(query=query, key=key, value=value, attention=attention, return_lse=return_lse)
     result = backends.run("scaled_dot_product_attention", **inputs)
-    if not three:
+    if lead is None:
         return result
-    return tuple(x.squeeze(1) for x in result) if return_lse else result.squeeze(1)
+    parts = [x.reshape(*lead, *x.shape[2:]) for x in (result if return_lse else (result,))]
+    return tuple(parts) if return_lse else parts[0]
 
 
 def packed_attention(
@@ -399,7 +402,7 @@ def paged_attention(
     """
     query, key_pages, value_pages = autocast(query, key_pages, value_pages)
     require_floating(query=query, key_pages=key_pages, value_pages=value_pages)
-    _with_heads(False, query=query)
+    _require_heads(query=query)
     k_length = require_pages(query, key_pages, value_pages, block_table)
     require_lengths(key_lengths, query, k_length)
     if may_read(block_table) and may_read(key_lengths):
@@ -467,7 +470,7 @@ def attention_weights(
     refuse_context("attention_weights")
     query, key = autocast(query, key)
     require_floating(query=query, key=key)
-    query, key = _with_heads(False, query=query, key=key)
+    _require_heads(query=query, key=key)
     enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale, scores = require_attention(query, key, key, scale, enable_gqa)
     if key_lengths is not None:
@@ -494,7 +497,7 @@ def _described(
     """
     is_causal, window, alignment = band
     attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks = others
-    attn_mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores, False)
+    attn_mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores)
     return Attention(
         attn_mask,
         0.0,
@@ -530,12 +533,22 @@ def _are_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
-    """Return each tensor as [B, H, S, D]; three: like the query, they have no heads yet."""
+def _require_heads(**tensors: Tensor) -> None:
     for name, x in tensors.items():
-        if x.dim() != 4 - three:
-            known = "three dimensions [B, S, D], as query" if three else "four [B, H, S, D]"
-            if name == "query":
-                known = "four dimensions [B, H, S, D], or three [B, S, D]"
-            raise wrong_shape(name, x, f"{known}")
-    return [x.unsqueeze(1) if three else x for x in tensors.values()]
+        if x.dim() != 4:
+            raise wrong_shape(name, x, "four dimensions [B, H, S, D]")
+
+
+def _folded(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Return tensors of other than four dimensions as [B, H, S, D]."""
+    rank = query.dim()
+    if rank < 2:
+        raise wrong_shape("query", query, "[.., S, D], four dimensions [B, H, S, D] as a rule")
+    for name, x in (("key", key), ("value", value)):
+        if x.dim() != rank:
+            raise wrong_shape(name, x, f"{rank} dimensions, as query {shape_of(query)}")
+        if x.shape[:-3] != query.shape[:-3]:
+            raise wrong_shape(name, x, f"the leading dimensions of query {shape_of(query)}")
+    if rank > 4:
+        return [x.flatten(0, -4) for x in (query, key, value)]
+    return [x.unsqueeze(1) if rank == 3 else x[None, None] for x in (query, key, value)]

@@ -400,6 +400,9 @@ def test_leading_dimensions_with_grouped_heads(backend, device):
     out = functional.scaled_dot_product_attention(q, k, k, **given)
     same = functional.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, k)), **given)
     assert torch.equal(out.flatten(0, 1), same)
+    for x in (q, q[0, :, 0], q[0, 0, 0]):
+        choice = ff.explain("scaled_dot_product_attention", x, x, x, return_lse=True)
+        assert choice.backend == backend
 
 
 @pytest.mark.parametrize("sq", [1, 63])

@@ -225,8 +225,9 @@ def scaled_dot_product_attention(
     result = backends.run("scaled_dot_product_attention", **inputs)
     if lead is None:
         return result
-    parts = [x.reshape(*lead, *x.shape[2:]) for x in (result if return_lse else (result,))]
-    return tuple(parts) if return_lse else parts[0]
+    if isinstance(result, tuple):
+        return tuple(x.reshape(*lead, *x.shape[2:]) for x in result)
+    return result.reshape(*lead, *result.shape[2:])
 
 
 def packed_attention(

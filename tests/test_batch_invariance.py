@@ -373,6 +373,33 @@ def test_a_language_model(device, paged):
         assert torch.equal(ff.greedy_decode(model, tokens, None, 23), torch.cat(alone))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_models_with_a_cache(device, dtype):
+    """A chunk is rounded where the whole is."""
+    pytest.importorskip("triton")
+    tokens, src = (torch.randint(1, 23, (2, n), device=device) for n in (9, 7))
+    seen, sizes = (src != 0)[:, None], dict(N=1, d_model=16, d_ff=24, h=2)
+    models = [
+        ff.make_decoder(23, **sizes, positions="rotary", qk_norm=True, kv_heads=1),
+        ff.make_decoder(23, **sizes, norm_first=False, norm="rms", activation="swiglu"),
+        ff.make_model(23, 23, **sizes),
+    ]
+    for model in models:
+        for bias in (p for name, p in model.named_parameters() if name.endswith("bias")):
+            torch.nn.init.normal_(bias)
+        model.to(device, dtype).eval()
+        with ff.use_backend("triton"), ff.batch_invariant(), torch.no_grad():
+            if hasattr(model, "encode"):
+                memory, lower = model.encode(src, seen), ff.subsequent_mask(9).to(device)
+                whole = model.decode(memory, seen, tokens, lower)
+                run = partial(model.decode, memory, seen, tgt_mask=None)
+            else:
+                whole, run = model(tokens), model
+            cache = ff.DecoderCache(12)
+            parts = [run(tgt, cache=cache) for tgt in tokens.split([4, 4, 1], 1)]
+            assert torch.equal(torch.cat(parts, 1), whole)
+
+
 @pytest.mark.parametrize(
     "kind", ["make_model", pytest.param("accelerate", marks=pytest.mark.with_all)]
 )

@@ -229,7 +229,7 @@ class MultiHeadedAttention(AliasedModule):
         if cache is not None:
             if dropout_seed is not None:
                 raise ValueError("dropout_seed is given together with a cache; expected None")
-            return self._forward_cached(inputs, mask, options, cache, rotary)
+            return self._forward_cached(inputs, mask, options, cache, rotary, _stream)
         if isinstance(mask, Packing):
             options["dropout_seed"] = dropout_seed
             out = self._forward_packed(inputs, (query_packing, mask), options, rotary)
@@ -273,6 +273,7 @@ class MultiHeadedAttention(AliasedModule):
         options: dict[str, Any],
         cache: KVCache | PagedKVCache | LayerCache | MemoryCache,
         rotary: tuple[Tensor, Tensor] | None,
+        stream: ResidualStream | None,
     ) -> Tensor:
         """Return the output [B, T, d_model] over the keys and values of the cache."""
         _require_cache(cache, mask, options.pop("key_lengths"), rotary)
@@ -310,7 +311,7 @@ class MultiHeadedAttention(AliasedModule):
         out = cache.attend(q, mask, dropout_probability(self.dropout), **options)
         if self.keep_attention:
             self.attn = cache.weights(q, mask, **options).detach()
-        return self._output(first, out.transpose(1, 2).flatten(2))
+        return self._output(first, out.transpose(1, 2).flatten(2), stream)
 
     def _forward_packed(
         self,

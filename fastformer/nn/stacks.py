@@ -232,8 +232,7 @@ class EncoderLayer(nn.Module):
             if not self.is_causal:
                 raise ValueError("cache is given to a layer with is_causal=False; expected None")
             options["cache"] = cache
-        else:
-            options |= _seed(stream, self.self_attn, 0)
+        options |= _seed(stream, self.self_attn, 0, cache)
         if rotary is not None:
             options["rotary"] = rotary
         seed = _seed(stream, self.feed_forward, 2)
@@ -317,9 +316,8 @@ class DecoderLayer(nn.Module):
         if isinstance(tgt_mask, Packing):
             own, kept = {**own, "is_causal": True}, {**kept, "query_packing": tgt_mask}
         connections = list(self.sublayer)
-        if cache is None:
-            own |= _seed(stream, self.self_attn, 0)
-            kept |= _seed(stream, self.src_attn, 2)
+        own |= _seed(stream, self.self_attn, 0, cache)
+        kept |= _seed(stream, self.src_attn, 2, cache)
         seed = _seed(stream, self.feed_forward, 4)
 
         def attend(x: Tensor) -> Tensor:
@@ -330,13 +328,16 @@ class DecoderLayer(nn.Module):
         _add(stream, connections[2], lambda x: self.feed_forward(x, **seed), 5)
 
 
-def _seed(stream: ResidualStream, module: Any, site: int) -> dict[str, Any]:
-    """Return the seed of a site and the stream as keyword arguments, if the module takes them.
-    The stream is left out if the module has hooks, so that these see the output with its bias.
+def _seed(
+    stream: ResidualStream, module: Any, site: int, cache: LayerCache | None = None
+) -> dict[str, Any]:
+    """Return the seed of a site and the stream as keyword arguments, if the module takes them: no
+    seed beside a cache. The stream is left out if the module has hooks, so that these see the
+    output with its bias.
     """
     if not runs_forward_of(module, MultiHeadedAttention, PositionwiseFeedForward):
         return {}
-    seed = {"dropout_seed": stream.seed(site, module.dropout)}
+    seed = {"dropout_seed": stream.seed(site, module.dropout)} if cache is None else {}
     return seed | {"_stream": stream} if is_unmodified(module) else seed
 
 

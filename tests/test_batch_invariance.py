@@ -321,6 +321,37 @@ def test_attention_with_masks(kernels, random):
         assert torch.equal(attend(*(x[1:] for x in inputs), attn_mask=blocks), whole[1:])
 
 
+def test_tiles_do_not_depend_on_the_mask(kernels, random, monkeypatch):
+    """Those of a GPU could, and the interpreter's do not: so this compares what they depend on."""
+    from fastformer.kernels.attention import plan
+
+    chosen = {}
+
+    def configuration(kernel, *given):
+        chosen.setdefault(kernel, set()).add(given)
+        return plan.Tiles(16, 16, 4, 1)
+
+    monkeypatch.setattr(plan, "configuration", configuration)
+    inputs, _ = _attention(random, 2, 2, 2, 40, 16, torch.float32)
+    seen = torch.ones(2, 1, 40, 40, dtype=torch.bool, device=inputs[0].device)
+    with ff.batch_invariant():
+        for rows in (slice(None), slice(1)):
+            added = random(2, 1, 40, 40)[:, :, rows]
+            for options in (
+                {},
+                {"key_lengths": torch.tensor([40, 9], device=added.device)},
+                {"attn_mask": seen[:, :, :1]},
+                {"attn_mask": seen[:, :, rows]},
+                {"bias": added[:, :, :1]},
+                {"bias": added},
+            ):
+                attend = partial(ff.scaled_dot_product_attention, **options)
+                given = inputs[0][:, :, rows], *inputs[1:]
+                with_gradients(attend, given, torch.ones_like(given[0]))
+    assert chosen.keys() == {"forward", "delta", "dq", "dkdv"}
+    assert all(len(given) == 1 for given in chosen.values()), chosen
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_attention(kernels, random, dtype):
     """Of a sequence alone, in a batch and packed."""

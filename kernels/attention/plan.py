@@ -399,8 +399,8 @@ class Plan:
         """Return the tiles of a kernel: measured for calls like this, or those of the tables."""
         lengths = self.q_length, self.k_length
         full = 2 in (self.has.mask, self.has.bias)
-        if on():  # of one query and of many
-            lengths, full = (128, 128), self.has.mask > 0 or self.has.bias > 0
+        if on():  # of one query and of many, with any mask and without one
+            lengths, full = (128, 128), True
         given = kernel, self.arch, self.dtype, self.head_block, *lengths, full
         shipped = configuration(*given)
         how = self.has.bias == 2, not self.tile.split

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ def on() -> bool:
     return torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY)
 
 
-class batch_invariant:
+class batch_invariant(threading.local):
     """A context in which the results of a sequence or a row do not depend on the batch: it has the
     same bits alone, in any batch, packed or paged, and prefilled in chunks of any size.
 
@@ -45,7 +46,7 @@ class batch_invariant:
     """
 
     def __init__(self) -> None:
-        self._open: list[tuple[bool, _Products]] = []  # one context may be entered repeatedly
+        self._open: list[tuple[bool, _Products]] = []  # a thread may enter one repeatedly
 
     def __enter__(self) -> None:
         global _entered

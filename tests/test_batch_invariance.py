@@ -536,6 +536,44 @@ def test_the_context(kernels, random):
     assert not on()
 
 
+def test_threads_that_share_a_context(kernels, random):
+    """Each thread, entering and leaving in turn with the other, has its own state."""
+    context, turns, seen = ff.batch_invariant(), threading.Barrier(2, timeout=60), []
+    x = random(3, 4)
+
+    def products():
+        """Whether the products are those of the kernels, which refuse complex numbers."""
+        try:
+            x.to(torch.complex64) @ x.to(torch.complex64).t()
+        except RuntimeError:
+            return True
+        return False
+
+    def run(enters, leaves):
+        states = []
+        for step in range(5):
+            if step == enters:
+                context.__enter__()
+                with context:  # again, from within
+                    states.append((on(), products()))
+            if step == leaves:
+                context.__exit__(None, None, None)
+            turns.wait()
+            states.append((on(), products()))
+        seen.append(states == [(i >= enters and i < leaves,) * 2 for i in _with(enters)])
+
+    def _with(enters):
+        return sorted([*range(5), enters])
+
+    for others in ((1, 3), (0, 4), (1, 4)):  # beside one that is within from step 0 to 2
+        threads = [threading.Thread(target=run, args=given) for given in ((0, 2), others)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen == [True] * 6 and not on()
+
+
 def test_the_backward_in_another_thread(kernels, random):
     """As on a GPU, autograd's thread has the state of the thread that calls backward()."""
     seen = []

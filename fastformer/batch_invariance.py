@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +84,11 @@ class _Products(TorchDispatchMode):
         out, dtype = kwargs.pop("out", None), kwargs.pop("out_dtype", None)
         if func._overloadname in ("dtype", "dtype_out"):
             *args, dtype = args
+        given = args[-1]  # a factor
+        if dtype not in (None, given.dtype) and (dtype, given.itemsize) != (torch.float32, 2):
+            raise RuntimeError(
+                f"batch_invariant() cannot compute {func} of {given.dtype} in {dtype}"
+            )
         found = formula(*args, **kwargs, dtype=dtype)
         in_place = func.overloadpacket.__name__.endswith("_")
         if out is None and not in_place:
@@ -95,8 +101,10 @@ class _Products(TorchDispatchMode):
         return out.resize_(found.shape).copy_(found)
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: Any = None) -> Tensor:
-    fit = a.dim() == b.dim() and a.shape[:-2] == b.shape[:-2] and a.shape[-1:] == b.shape[-2:-1]
+def _product(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: Any = None, dims: int = 2
+) -> Tensor:
+    fit = a.dim() == b.dim() == dims and (*a.shape[:-2], a.shape[-1]) == b.shape[:-1]
     if not fit or a.dtype != b.dtype or a.device != b.device:
         given = " and ".join(f"{list(x.shape)} {x.dtype} on {x.device}" for x in (a, b))
         raise RuntimeError(f"batch_invariant() cannot multiply {given}")
@@ -108,31 +116,43 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: Any = None
 
 
 def _added(
-    input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, dtype: Any = None
+    input: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    dtype: Any = None,
+    dims: int = 2,
 ) -> Tensor:
     """Compute beta input + alpha a b, rounded once."""
+    if input.dtype not in (a.dtype, dtype or a.dtype) or input.device != a.device:
+        given = " to ".join(f"{x.dtype} on {x.device}" for x in (input, a))
+        raise RuntimeError(f"batch_invariant() cannot add {given}")
     if beta == alpha == 1 and input.shape == b.shape[-1:]:
-        return _product(a, b, input, dtype)
-    wide = _product(a, b, None, torch.promote_types(a.dtype, torch.float32))
+        return _product(a, b, input, dtype, dims)
+    wide = _product(a, b, None, torch.promote_types(a.dtype, torch.float32), dims)
     wide = wide * alpha if alpha != 0 else torch.zeros_like(wide)  # also where the product is NaN
+    input = input.expand_as(wide)
     if beta != 0:
-        wide = wide + beta * input.to(wide.dtype).expand_as(wide)
+        wide = wide + beta * input.to(wide.dtype)
     return wide.to(dtype or a.dtype)
 
 
 def _of_vector(a: Tensor, x: Tensor, dtype: Any = None) -> Tensor:
-    return _product(a, x.unsqueeze(1), None, dtype).squeeze(1)
+    return _product(a, x.unsqueeze(-1), None, dtype).squeeze(1)
 
 
 def _added_of_vector(input: Tensor, a: Tensor, x: Tensor, **options: Any) -> Tensor:
-    return _added(input.unsqueeze(-1), a, x.unsqueeze(1), **options).squeeze(1)
+    return _added(input.unsqueeze(-1), a, x.unsqueeze(-1), **options).squeeze(1)
 
 
 _aten = torch.ops.aten
 _FORMULAS: dict[Any, Callable[..., Tensor]] = {
     _aten.mm: _product,
-    _aten.bmm: _product,
+    _aten.bmm: partial(_product, dims=3),
     _aten.mv: _of_vector,
-    **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm, _aten.baddbmm_), _added),
+    **dict.fromkeys((_aten.addmm, _aten.addmm_), _added),
+    **dict.fromkeys((_aten.baddbmm, _aten.baddbmm_), partial(_added, dims=3)),
     **dict.fromkeys((_aten.addmv, _aten.addmv_), _added_of_vector),
 }

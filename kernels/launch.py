@@ -191,6 +191,7 @@ def _with_base(descriptor: Any, x: Tensor | None) -> Any:
 
 
 MOST_PLANS = 4096
+MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
 
 
 class _Plans(dict[Any, Any]):

@@ -20,6 +20,7 @@ from fastformer.batch_invariance import on
 
 from .common import INTERPRETED, load_where, tile_in_turn
 from .launch import (
+    MOST_PROGRAMS,
     Launch,
     accumulator,
     allow_tf32,
@@ -162,6 +163,12 @@ def product(
     key = "product", x.device, layouts(x, w, bias, y), tf32
     launch = plans.get(key)
     if launch is None:
+        if bias is not None and not bias.is_contiguous():
+            return product(x, w, bias.contiguous(), out, dtype)
+        if x.dim() == 3 and len(x) > MOST_PROGRAMS:
+            for part in zip(*(t.split(MOST_PROGRAMS) for t in (x, w, y))):
+                product(part[0], part[1], bias, part[2])
+            return y if out is None or y is out else out.copy_(y)
         arch = architecture(x.device)
         tiles, size = configuration(arch, x.dtype), Sizes(x.shape[-2], w.shape[-1], x.shape[-1])
         strides = Strides(*(0, *x.stride())[-3:], *(0, *w.stride())[-3:])

@@ -98,11 +98,139 @@ def test_products_into_a_tensor(kernels, random):
         low = x.bfloat16(), w.bfloat16()
         wide = torch.mm(*low, out_dtype=torch.float32, out=x.new_empty(5, 4))
         torch.testing.assert_close(wide, low[0].float() @ low[1].float())
+        for wrong in (
+            (low, torch.float16),
+            ((x, w), torch.float64),
+            ((x.double(), w.double()), x.dtype),
+        ):
+            with pytest.raises(RuntimeError, match=r"cannot compute aten.mm.dtype of torch.\w* in"):
+                torch.mm(*wrong[0], out_dtype=wrong[1])
         whole = torch.arange(6).view(2, 3)
         assert torch.equal(whole @ whole.t(), torch.tensor([[5, 14], [14, 50]]))
         assert (x[:, :0] @ w[:0]).eq(0).all() and (x[:0] @ w).shape == (0, 4)
         with pytest.raises(RuntimeError, match=r"dtype torch.complex64"):
             x.to(torch.complex64) @ w.to(torch.complex64)
+
+
+def _views(x):
+    """Tensors of the shape of x, by how they lie in memory."""
+    n = x.shape[-1]
+    wide = torch.randn(*x.shape[:-1], 2 * n + 1, device=x.device).to(x.dtype)
+    order = torch.arange(x.dim() - 1, -1, -1).tolist()
+    return {
+        "contiguous": x,
+        "transposed": x.permute(order).contiguous().permute(order),
+        "columns transposed": x.unsqueeze(-1).mT.contiguous().mT.squeeze(-1),
+        "rows apart, and not aligned": wide[..., 1 : n + 1],
+        "step": wide[..., : 2 * n : 2],
+        "one column": x[..., :1].expand_as(x),
+        "one row": x[:1].expand_as(x),
+        "one element": x.flatten()[0].expand_as(x),
+    }
+
+
+def _check_product(have, function, operands):
+    """Against the product in float64: sums in float32, then one rounding to the dtype."""
+    dtype = operands[0].dtype
+    assert have.dtype == dtype
+    wide = [x.double() for x in operands]
+    sums = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    bound = (
+        8 * sums * function(*map(torch.abs, wide)) + torch.finfo(dtype).eps * have.double().abs()
+    )
+    error = (have.double() - function(*wide)).abs()
+    assert (error <= bound).all(), float((error / bound).max())
+
+
+OPERANDS = {  # functions of a bias, x and w
+    "linear": (lambda b, x, w: F.linear(x, w.mT, b), (21,), (5, 7), (7, 21)),
+    "addmm of a row": (torch.addmm, (21,), (5, 7), (7, 21)),
+    "addmm": (torch.addmm, (5, 21), (5, 7), (7, 21)),
+    "scaled addmm": (partial(torch.addmm, beta=0.5, alpha=2), (21,), (5, 7), (7, 21)),
+    "baddbmm of a row": (torch.baddbmm, (21,), (2, 5, 7), (2, 7, 21)),
+    "baddbmm": (torch.baddbmm, (2, 5, 21), (2, 5, 7), (2, 7, 21)),
+    "addmv": (torch.addmv, (21,), (21, 7), (7,)),
+    "mm": (torch.mm, (5, 7), (7, 21)),
+    "bmm": (torch.bmm, (2, 5, 7), (2, 7, 21)),
+    "mv": (torch.mv, (21, 7), (7,)),
+    "matmul": (torch.matmul, (2, 1, 5, 7), (3, 7, 21)),
+}
+WIDTHS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.all_cases
+def test_operands_in_any_memory(kernels, random, name):
+    function, *shapes = OPERANDS[name]
+    with ff.batch_invariant():
+        for dtype in (torch.float32, torch.bfloat16):
+            operands = [random(*shape, dtype=dtype) for shape in shapes]
+            for i, operand in enumerate(operands):
+                for x in _views(operand).values():
+                    given = [*operands[:i], x, *operands[i + 1 :]]
+                    _check_product(function(*given), function, given)
+            if name == "linear":  # has no out=
+                continue
+            for view, out in _views(torch.empty_like(function(*operands))).items():
+                if not view.startswith("one "):
+                    assert function(*operands, out=out) is out
+                    _check_product(out, function, operands)
+                elif "element" in view:
+                    with pytest.raises(RuntimeError, match="single memory location"):
+                        function(*operands, out=out)
+
+
+@pytest.mark.parametrize("name", [x for x in OPERANDS if x != "matmul"])
+@pytest.mark.all_cases
+def test_operands_of_any_dtypes(kernels, random, name):
+    """Torch refuses dtypes that differ, of the operands and of `out`; so does the context."""
+    function, *shapes = OPERANDS[name]
+    for dtypes in itertools.product([*WIDTHS, torch.int64], repeat=len(shapes)):
+        given = [random(*shape).to(dtype) for shape, dtype in zip(shapes, dtypes)]
+        for dtype in [None] if name == "linear" else [None, *WIDTHS]:
+            same = len({*dtypes, dtype or dtypes[0]}) == 1
+            if same and dtypes[0] is torch.int64:
+                continue  # is torch's
+            out = {} if dtype is None else {"out": random(0).to(dtype)}
+            for context in (nullcontext(), ff.batch_invariant()):
+                with nullcontext() if same else pytest.raises(RuntimeError), context:
+                    have = function(*given, **out)
+                    assert same, (dtypes, dtype, context)
+            if same:
+                _check_product(have, function, given)
+
+
+@pytest.mark.parametrize("name, dim", [(n, i) for n in ("x", "w") for i in (0, 1, 2)])
+@pytest.mark.all_cases
+def test_offsets_past_int32(kernels, random, spread, name, dim):
+    """Matrices, rows or columns so far apart that 32 bits do not hold where they lie, in a tile or
+    in several.
+    """
+    for n in (3, 17):
+        given = dict(x=random(3, n, 18).bfloat16(), w=random(3, 18, n).bfloat16())
+        if dim:
+            given = {operand: x[0] for operand, x in given.items()}
+        far = given | {name: spread(given[name], max(0, dim - 1))}
+        with ff.batch_invariant():
+            assert torch.equal(torch.matmul(*far.values()), torch.matmul(*given.values()))
+
+
+def test_more_matrices_than_an_axis_of_a_grid_has(kernels, random, monkeypatch):
+    from fastformer.kernels import products
+
+    a, b = random(5, 3, 4), random(5, 4, 6)
+    with ff.batch_invariant():
+        want = torch.bmm(a, b), torch.baddbmm(b[0, 0], a, b)
+        monkeypatch.setattr(products, "MOST_PROGRAMS", 2)
+        products.plans.clear()
+        assert all(map(torch.equal, (torch.bmm(a, b), torch.baddbmm(b[0, 0], a, b)), want))
+        monkeypatch.undo()
+        grids = []
+        monkeypatch.setattr(products, "Launch", lambda _, grid, *__: grids.append(grid) or id)
+        monkeypatch.setattr(products, "remembered", lambda key, _: lambda *pointers: None)
+        one = random(1, 1, 1).expand(65536, 1, 1)
+        torch.bmm(one, one)
+    assert grids == [(1, 65535), (1, 1)]
 
 
 @pytest.mark.parametrize("alpha, beta", [(0, 1), (0, 0), (0, 0.5), (2, 0), (1, 1)])
@@ -133,7 +261,14 @@ def test_wrong_products_raise(kernels, random):
         "vector": lambda: torch.mv(x, w[:6, 0]),
         "batch": lambda: torch.bmm(x.expand(2, 5, 7), b),
         "dtype": lambda: torch.mm(x, w.double()),
+        "mm of batches": lambda: torch.mm(b.mT, b),
+        "bmm of matrices": lambda: torch.bmm(x, w),
+        "bmm of four dimensions": lambda: torch.bmm(b[None].mT, b[None]),
+        "baddbmm of four dimensions": lambda: torch.baddbmm(w[0], b[None].mT, b[None]),
+        "mv of a matrix": lambda: torch.mv(x, w),
+        "mv of a number": lambda: torch.mv(x, w[0, 0]),
         "bias": lambda: torch.addmm(b[0, :3], x, w),
+        "bias of factor 0": lambda: torch.addmm(b[0, :3], x, w, beta=0),
         "dimensions": lambda: torch.addmm(random(2, 5, 4), x, w),
         "dtype of out": lambda: torch.mm(x, w, out=wide),
         "device of out": lambda: torch.mm(x, w, out=torch.empty(5, 4, device="meta")),
@@ -145,6 +280,8 @@ def test_wrong_products_raise(kernels, random):
             with context, pytest.raises(RuntimeError):
                 call()
                 pytest.fail(name)
+    with ff.batch_invariant(), pytest.raises(RuntimeError, match=r"cannot add .* on meta to"):
+        torch.addmm(b[0, 0].to("meta"), x, w)
 
 
 # ---------------------------------------------------------------------------------- ops on rows
@@ -195,6 +332,47 @@ def test_rows(kernels, random, dtype):
                 alone = with_gradients(lambda x, op=op, s=part: op(x, s), [x[part]], g[part])
                 for a, b in zip(alone, whole):
                     assert torch.equal(a, b[part]), name
+
+
+@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.all_cases
+def test_parameters_in_any_memory(random, within):
+    """The same bits as those of a contiguous copy, within the context and outside of it."""
+    pytest.importorskip("triton")
+    n, h, v = 24, 40, 37
+    x, target = random(3, n), torch.tensor([0, 5, 36], device=x_device(random))
+    both = random(3, n)
+    layers = (h, n), (h,), (n, h), (n,)
+    gated = (2 * h, n), (2 * h,), (n, h), (n,)
+    ops = {
+        "layer_norm": (lambda *p: ff.layer_norm(x, n, *p), (n,), (n,)),
+        "rms_norm": (lambda w: ff.rms_norm(x, n, w), (n,)),
+        "dropout_add_layer_norm": (
+            lambda w, b, c: ff.dropout_add_layer_norm(x, both, w, b, input_bias=c)[0],
+            *[(n,)] * 3,
+        ),
+        "feed_forward": (lambda *p: ff.feed_forward(x, *p, activation="gelu"), *layers),
+        "swiglu": (lambda *p: ff.swiglu(x, *p), *gated),
+        "geglu": (lambda *p: ff.geglu(x, *p), *gated),
+        "linear_cross_entropy": (
+            lambda w, b, c: ff.linear_cross_entropy(x, w, target, linear_bias=b, weight=c),
+            *((v, n), (v,), (v,)),
+        ),
+        "linear_kl_div": (
+            lambda w, b, u, c: ff.linear_kl_div(x, w, both, u, linear_bias=b, teacher_bias=c),
+            *((v, n), (v,)) * 2,
+        ),
+        "cross_entropy": (lambda c: ff.cross_entropy(x, target % n, weight=c), (n,)),
+    }
+    with ff.use_backend("triton"), ff.batch_invariant() if within else nullcontext():
+        for name, (function, *shapes) in ops.items():
+            parameters = [random(*shape).abs() for shape in shapes]
+            for i, parameter in enumerate(parameters):
+                for view, p in _views(parameter).items():
+                    p = p.abs() if "apart" in view else p
+                    given = [*parameters[:i], p, *parameters[i + 1 :]]
+                    same = [*parameters[:i], p.contiguous(), *parameters[i + 1 :]]
+                    assert torch.equal(function(*given), function(*same)), (name, i, view)
 
 
 # -------------------------------------------------------------------------------------- attention

@@ -21,6 +21,7 @@ from fastformer.description import OPTIONS, Attention, other_fields, tensor_fiel
 
 from ..common import LOG2E, dropout_arguments
 from ..launch import (
+    MOST_PROGRAMS,
     Launch,
     MappedLaunch,
     TMALaunch,
@@ -110,7 +111,6 @@ except Exception:
 OLD = triton.__version__.startswith("3.6.")
 SHORT_KEY = "attention short backward"  # of the measurement
 UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
-MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
 FLAGS = [o.name for o in OPTIONS if o.schema == "bool" and o.name in Features._fields]
 
 

@@ -93,10 +93,17 @@ def require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
         )
 
 
+def plain_number(x: Any) -> Any:
+    """Return a number of NumPy, or a tensor of no dimension and without a gradient, as Python's."""
+    scalar = isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad
+    return x.item() if scalar or isinstance(x, np.number) else x
+
+
 def require_number(name: str, x: float, expected: str = "a number") -> float:
-    """Require an int or a float, and return it as a float."""
+    """Require a number, and return it as a float."""
     if type(x) is float:
         return x
+    x = plain_number(x)
     if not isinstance(x, (int, float)) or isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
     try:
@@ -140,12 +147,14 @@ def require_dropout(name: str, p: float) -> float:
     return round(p * 65536) / 65536 if p else p
 
 
-def require_int(name: str, x: int) -> None:
-    """Require an int that fits in int64."""
+def require_int(name: str, x: int, expected: str = "an int") -> int:
+    """Require an integer that fits in int64, and return it as an int."""
+    x = plain_number(x)
     if not isinstance(x, INTS) or isinstance(x, bool):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected an int")
+        raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
     if not -(2**63) <= x < 2**63:
         raise ValueError(f"{name} is {x}; expected an int of 64 bits")
+    return x
 
 
 def require_flag(name: str, x: bool) -> bool:
@@ -184,6 +193,8 @@ def seed_tensor(
         if dropout_p == 0:
             return None
         return draw_seeds(1, device)
+    if isinstance(dropout_seed, np.integer):
+        dropout_seed = int(dropout_seed)
     if isinstance(dropout_seed, int) and not isinstance(dropout_seed, bool):
         if not -(2**63) <= dropout_seed < 2**64:
             raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
@@ -238,7 +249,7 @@ def require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
 
 def require_token(name: str, token: int, classes: int) -> int:
     """Require a token in [-classes, classes), and return it in [0, classes)."""
-    require_int(name, token)
+    token = require_int(name, token)
     if not -classes <= token < classes:
         raise ValueError(f"{name} is {token}; expected a token of the {classes}")
     return token % classes
@@ -246,19 +257,21 @@ def require_token(name: str, token: int, classes: int) -> int:
 
 def require_eps(eps: float) -> float:
     """Require a number that is not negative."""
+    eps = plain_number(eps)
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not eps >= 0:
         raise ValueError(f"eps is {eps!r}; expected a number that is not negative")
     return require_number("eps", eps, "a number that is not negative")
 
 
-def require_size(least: int = 1, **sizes: int) -> None:
-    """Require ints in [least, 2^31)."""
-    for name, n in sizes.items():
-        require_int(name, n)
+def require_size(least: int = 1, **sizes: int) -> list[int]:
+    """Require integers in [least, 2^31), and return them as ints."""
+    given = [require_int(name, n) for name, n in sizes.items()]
+    for name, n in zip(sizes, given):
         if n < least:
             raise ValueError(f"{name} is {n}; expected {least} or more")
         if n >= 2**31:
             raise ValueError(f"{name} is {n}; expected less than 2^31")
+    return given
 
 
 def require_callable(expected: str = "a module", **functions: object) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -123,7 +124,8 @@ class BlockMask:
                 if not isinstance(x, slice) or x.indices(size) != (0, size, 1):
                     raise IndexError(f"index {x} of dimension {dim}; expected all of them")
                 continue
-            if isinstance(x, int):
+            if isinstance(x, Integral):
+                x = int(x)
                 if not -size <= x < size:
                     raise IndexError(f"index {x} is out of range for dimension {dim} of {size}")
                 x = slice(x % size, x % size + 1)
@@ -487,7 +489,7 @@ def _built(rows: Rows, shape: Shape, device: torch.device) -> BlockMask:
 
 def _require_sizes(**sizes: object) -> None:
     for name, n in sizes.items():
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 0):
+        if n is not None and (not isinstance(n, Integral) or isinstance(n, bool) or n < 0):
             raise ValueError(f"{name} is {n!r}; expected an int that is not negative")
 
 

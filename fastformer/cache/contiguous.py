@@ -48,7 +48,7 @@ class KVCache(SelfAttentionCache):
         device: torch.device | str | None = None,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        require_size(batch=batch, heads=heads, capacity=capacity)
+        batch, heads, capacity = require_size(batch=batch, heads=heads, capacity=capacity)
         self.key, self.value = make_buffers(
             (batch, heads, capacity), (head_dim, value_dim), dtype, device
         )

@@ -96,11 +96,11 @@ class DecoderCache:
     def __init__(
         self, capacity: int, *, page_size: int | None = None, pages: int | None = None
     ) -> None:
-        require_size(capacity=capacity)
+        [capacity] = require_size(capacity=capacity)
         if page_size is not None:
-            require_page_size(page_size)
+            page_size = require_page_size(page_size)
         if pages is not None:
-            require_size(pages=pages)
+            [pages] = require_size(pages=pages)
             if page_size is None:
                 raise ValueError(f"pages is {pages} and page_size None; expected both or neither")
         self.capacity = capacity

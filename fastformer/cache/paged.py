@@ -56,8 +56,9 @@ class PagedKVCache(SelfAttentionCache):
         device: torch.device | str | None = None,
     ) -> None:
         blocks = pages if blocks is None else blocks
-        require_size(pages=pages, heads=heads, batch=batch, blocks=blocks)
-        require_page_size(page_size)
+        sizes = dict(pages=pages, heads=heads, batch=batch, blocks=blocks)
+        pages, heads, batch, blocks = require_size(**sizes)
+        page_size = require_page_size(page_size)
         dims = head_dim, head_dim if value_dim is None else value_dim
         self.key_pages, self.value_pages = make_buffers(
             (pages, page_size, heads), dims, dtype, device
@@ -74,7 +75,7 @@ class PagedKVCache(SelfAttentionCache):
 
     def add_pages(self, pages: int) -> None:
         """Add pages; this copies the buffers to larger ones."""
-        require_size(pages=pages)
+        [pages] = require_size(pages=pages)
         self.key_pages, self.value_pages = (
             torch.cat([x, x.new_zeros(pages, *x.shape[1:])])
             for x in (self.key_pages, self.value_pages)
@@ -246,8 +247,9 @@ class PagedKVCache(SelfAttentionCache):
         self.key_pages[at], self.value_pages[at] = key.transpose(1, 2), value.transpose(1, 2)
 
 
-def require_page_size(page_size: int) -> None:
-    require_size(page_size=page_size)
+def require_page_size(page_size: int) -> int:
+    [page_size] = require_size(page_size=page_size)
     if page_size not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
         raise ValueError(f"page_size is {page_size}; expected {sizes}")
+    return page_size

@@ -140,7 +140,7 @@ class SelfAttentionCache(AttendedCache):
             TypeError: length is neither an int nor an integer tensor.
         """
         if not isinstance(length, Tensor):
-            checks.require_int("length", length)
+            length = checks.require_int("length", length)
             if not 0 <= length <= self.capacity:
                 raise ValueError(
                     f"length is {length}; expected 0 to the capacity of the cache, {self.capacity}"

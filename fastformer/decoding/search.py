@@ -285,7 +285,7 @@ def beam_search(
     Source: Wu et al. 2016, "Google's Neural Machine Translation System", section 7, equation 14,
     without its coverage penalty.
     """
-    checks.require_size(num_beams=num_beams, n_best=n_best)
+    num_beams, n_best = checks.require_size(num_beams=num_beams, n_best=n_best)
     if n_best > num_beams:
         raise ValueError(f"n_best is {n_best}; expected at most num_beams, {num_beams}")
     length_penalty = checks.require_number("length_penalty", length_penalty)
@@ -374,7 +374,7 @@ def _draws(
     wanted = "a positive number, or greedy_decode instead"
     temperature = checks.require_positive("temperature", temperature, wanted)
     if top_k is not None:
-        checks.require_size(top_k=top_k)
+        [top_k] = checks.require_size(top_k=top_k)
     if top_p is not None:
         top_p = checks.require_number("top_p", top_p, "a number in (0, 1], or None")
         if not 0 < top_p <= 1:
@@ -382,7 +382,7 @@ def _draws(
     if min_p is not None:
         min_p = checks.require_probability("min_p", min_p)
     if seed is not None:
-        checks.require_int("seed", seed)
+        seed = checks.require_int("seed", seed)
     generator = None
 
     def draw(scores: Tensor) -> Tensor:

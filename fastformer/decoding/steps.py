@@ -292,9 +292,9 @@ def make_steps(
 ) -> Steps:
     """Check the arguments that all searches share, and return the steps of the model."""
     checks.require_token_ids("src", src)
-    checks.require_size(max_len=max_len)
+    [max_len] = checks.require_size(max_len=max_len)
     if start_symbol is not None:
-        checks.require_size(0, start_symbol=start_symbol)
+        [start_symbol] = checks.require_size(0, start_symbol=start_symbol)
     _require_model(model, start_symbol)
     prompt = 1 if start_symbol is not None else src.shape[1]
     if not 1 <= prompt <= max_len:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastformer.batch_invariance import on
-from fastformer.checks import seed_tensor
+from fastformer.checks import require_size, seed_tensor
 from fastformer.description import Attention
 from fastformer.dispatch import autograd, measurements
 from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
@@ -596,10 +596,7 @@ class sequences_from:
 
     def __init__(self, first: int | None) -> None:
         if first is not None:
-            if not isinstance(first, int) or isinstance(first, bool):
-                raise TypeError(f"first is a {type(first).__name__}; expected an int or None")
-            if not 0 <= first < 2**31:
-                raise ValueError(f"first is {first}; expected 0 or more, less than 2^31")
+            [first] = require_size(0, first=first)
         self._first = first
 
     def __enter__(self) -> None:

@@ -141,7 +141,7 @@ class context_parallel:
         Dropout then uses the mask of [B, length, features] instead of the padded tensor's mask.
         Raises ValueError and TypeError for an invalid length.
         """
-        checks.require_size(length=length)
+        [length] = checks.require_size(length=length)
         before, self._length = self._length, length
         try:
             yield

@@ -143,7 +143,7 @@ class MultiHeadedAttention(AliasedModule):
     ) -> None:
         super().__init__()
         kv_heads = h if kv_heads is None else kv_heads
-        checks.require_size(h=h, d_model=d_model, kv_heads=kv_heads)
+        h, d_model, kv_heads = checks.require_size(h=h, d_model=d_model, kv_heads=kv_heads)
         if d_model % h:
             raise ValueError(f"d_model is {d_model}; expected a multiple of h = {h}")
         if h % kv_heads:

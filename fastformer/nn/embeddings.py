@@ -39,7 +39,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, d_model: int, vocab: int, padding_idx: int | None = None) -> None:
         super().__init__()
-        checks.require_size(d_model=d_model, vocab=vocab)
+        d_model, vocab = checks.require_size(d_model=d_model, vocab=vocab)
         if padding_idx is not None:
             padding_idx = checks.require_token("padding_idx", padding_idx, vocab)
         self.lut = nn.Embedding(vocab, d_model, padding_idx)
@@ -86,7 +86,7 @@ class PositionalEncoding(nn.Module):
         self, d_model: int, dropout: float, max_len: int = 5000, learned: bool = False
     ) -> None:
         super().__init__()
-        checks.require_size(d_model=d_model, max_len=max_len)
+        d_model, max_len = checks.require_size(d_model=d_model, max_len=max_len)
         self.dropout = make_dropout(dropout)
         pe = _sinusoid(max_len, d_model).to(torch.get_default_dtype())
         if checks.require_flag("learned", learned):
@@ -121,7 +121,7 @@ def _rows(table_name: str, table: Tensor, name: str, x: Tensor, start: int | Ten
             raise ValueError(f"start is {start} within context_parallel; expected 0")
         return backends.rows_here(table_name, table, length).unsqueeze(0)
     if not isinstance(start, Tensor):
-        checks.require_size(0, start=start)
+        [start] = checks.require_size(0, start=start)
         if start + length > max_len:
             after = f" after the first {start}" if start else ""
             raise ValueError(
@@ -176,7 +176,7 @@ class RotaryEmbedding(nn.Module):
         scaling: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        checks.require_size(max_len=max_len)
+        dim, max_len = checks.require_size(dim=dim, max_len=max_len)
         self.dim, self.max_len, self.theta, self.scaling = dim, max_len, theta, scaling
         self.register_buffer("table", self._made(None, torch.float32), persistent=False)
 

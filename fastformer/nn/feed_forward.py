@@ -44,7 +44,7 @@ class PositionwiseFeedForward(AliasedModule):
         self, d_model: int, d_ff: int, dropout: float = 0.1, activation: str = "relu"
     ) -> None:
         super().__init__()
-        require_size(d_model=d_model, d_ff=d_ff)
+        d_model, d_ff = require_size(d_model=d_model, d_ff=d_ff)
         self.activation = require_choice("activation", activation, ACTIVATIONS)
         self.w_1 = nn.Linear(d_model, 2 * d_ff if activation in GATED else d_ff)
         self.w_2 = nn.Linear(d_ff, d_model)

@@ -44,13 +44,12 @@ class LayerNorm(AliasedModule):
 
     def __init__(self, features: int, eps: float = 1e-6, unbiased: bool = False) -> None:
         super().__init__()
-        checks.require_size(
+        [features] = checks.require_size(
             2 if checks.require_flag("unbiased", unbiased) else 1, features=features
         )
-        checks.require_eps(eps)
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
-        self.eps = eps
+        self.eps = checks.require_eps(eps)
         self.unbiased = unbiased
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,10 +91,9 @@ class RMSNorm(nn.Module):
 
     def __init__(self, features: int, eps: float = 1e-6) -> None:
         super().__init__()
-        checks.require_size(features=features)
-        checks.require_eps(eps)
+        [features] = checks.require_size(features=features)
         self.weight = nn.Parameter(torch.ones(features))
-        self.eps = eps
+        self.eps = checks.require_eps(eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)

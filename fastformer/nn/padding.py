@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fastformer.checks import (
+    plain_number,
     require_device,
     require_instance,
-    require_int,
     require_integers,
+    require_size,
     require_tensor,
     wrong_shape,
 )
@@ -47,11 +48,7 @@ class Packing:
     mask: BlockMask | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "length", "longest"):
-            n = getattr(self, name)
-            require_int(name, n)
-            if n < 0:
-                raise ValueError(f"{name} is {n}; expected 0 or more")
+        require_size(0, batch=self.batch, length=self.length, longest=self.longest)
         for name, dtype in (("cu_seqlens", torch.int32), ("indices", torch.int64)):
             x = getattr(self, name)
             require_tensor(name, x)
@@ -170,6 +167,7 @@ def pad(x: Tensor, packing: Packing, value: complex = 0.0) -> Tensor:
     """
     require_instance("packing", packing, Packing, "what unpad returned")
     require_tokens("x", x, packing)
+    value = plain_number(value)
     _require_value(x, value)
     padded = x.new_full((packing.batch * packing.length, *x.shape[1:]), value)
     return padded.index_put((packing.indices,), x).unflatten(0, (packing.batch, packing.length))

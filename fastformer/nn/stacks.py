@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache, LayerCache
-from fastformer.checks import require_callable, require_flag, require_instance
+from fastformer.checks import require_callable, require_flag, require_instance, require_size
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import clones
@@ -201,7 +201,7 @@ class EncoderLayer(nn.Module):
         self.self_attn = self_attn
         self.feed_forward = feed_forward
         self.sublayer = clones(SublayerConnection(size, dropout, norm_first, norm), 2)
-        self.size = size
+        [self.size] = require_size(size=size)
         self.is_causal = require_flag("is_causal", is_causal)
 
     def forward(
@@ -278,7 +278,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         require_callable(self_attn=self_attn, src_attn=src_attn, feed_forward=feed_forward)
-        self.size = size
+        [self.size] = require_size(size=size)
         self.self_attn = self_attn
         self.src_attn = src_attn
         self.feed_forward = feed_forward

@@ -477,7 +477,7 @@ class Generator(AliasedModule):
 
     def __init__(self, d_model: int, vocab: int) -> None:
         super().__init__()
-        checks.require_size(d_model=d_model, vocab=vocab)
+        d_model, vocab = checks.require_size(d_model=d_model, vocab=vocab)
         self.proj = nn.Linear(d_model, vocab)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -490,5 +490,5 @@ def subsequent_mask(size: int) -> Tensor:
 
     Raises ValueError if size is negative, TypeError if it is not an int.
     """
-    checks.require_size(0, size=size)
+    [size] = checks.require_size(0, size=size)
     return torch.ones(1, size, size, dtype=torch.bool).tril()

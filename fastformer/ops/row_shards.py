@@ -22,8 +22,8 @@ def row_shard(
     if not isinstance(shard, (tuple, list)) or not 3 <= len(shard) <= 5:
         fields = ", ".join(RowShard._fields)
         raise TypeError(f"shard is {shard!r}; expected RowShard({fields}), which has ints")
-    given = RowShard(*shard)
-    require_size(0, **{f"shard.{name}": n for name, n in given._asdict().items()})
+    named = RowShard(*shard)._asdict().items()
+    given = RowShard(*require_size(0, **{f"shard.{name}": n for name, n in named}))
     row, column, full, run, sequence = given
     full = full or columns
     if column + columns > full:

@@ -76,7 +76,7 @@ class Batch:
         *,
         packed: bool = False,
     ) -> None:
-        checks.require_int("pad", pad)
+        pad = checks.require_int("pad", pad)
         checks.require_flag("packed", packed)
         if src is not None:
             checks.require_token_ids("src", src)
@@ -117,7 +117,7 @@ class Batch:
         Position i may see position j if j <= i and j is not padding.
         """
         checks.require_token_ids("tgt", tgt)
-        checks.require_int("pad", pad)
+        pad = checks.require_int("pad", pad)
         return _kept(tgt, pad) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
@@ -193,9 +193,9 @@ class token_batches:
         seed: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        checks.require_size(2, tokens=tokens)
-        checks.require_int("padding_idx", padding_idx)
-        checks.require_int("seed", seed)
+        [tokens] = checks.require_size(2, tokens=tokens)
+        padding_idx = checks.require_int("padding_idx", padding_idx)
+        seed = checks.require_int("seed", seed)
         flags = dict(packed=packed, shuffle=shuffle, pin_memory=pin_memory)
         self._packed, self._shuffle, self._pin = (
             checks.require_flag(name, x) for name, x in flags.items()

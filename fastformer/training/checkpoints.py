@@ -69,9 +69,9 @@ class Checkpoints:
         require_instance("folder", folder, (str, os.PathLike), "a path")
         if not isinstance(settings, Mapping) or "steps" not in settings:
             raise ValueError(f"settings is {settings!r}; expected numbers by name, with 'steps'")
-        require_size(steps=settings["steps"], every=every)
+        steps, every = require_size(steps=settings["steps"], every=every)
         self.resumed_from: Path | None = None
-        self._folder, self._every, self._steps = Path(folder), every, settings["steps"]
+        self._folder, self._every, self._steps = Path(folder), every, steps
         rest = {name: x for name, x in settings.items() if name != "steps"}
         try:
             self._settings = json.dumps({"format": FORMAT, "settings": rest})

@@ -83,9 +83,9 @@ class LabelSmoothing(nn.Module):
     ) -> None:
         super().__init__()
         if padding_idx is not None:
-            checks.require_int("padding_idx", padding_idx)
+            padding_idx = checks.require_int("padding_idx", padding_idx)
         pads = padding_idx is not None and padding_idx >= 0
-        checks.require_size(2 + pads, size=size)  # the true class, one other, and padding
+        [size] = checks.require_size(2 + pads, size=size)  # the true class, one other, and padding
         if padding_idx is not None and padding_idx >= size:
             raise ValueError(
                 f"padding_idx is {padding_idx}; expected a class from 0 to {size - 1}, a negative "
@@ -195,8 +195,8 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 5.3, equation 3.
     """
-    checks.require_size(0, step=step)
-    checks.require_size(model_size=model_size, warmup=warmup)
+    [step] = checks.require_size(0, step=step)
+    model_size, warmup = checks.require_size(model_size=model_size, warmup=warmup)
     factor = checks.require_not_negative("factor", factor)
     step = max(step, 1)
     return factor * model_size**-0.5 * min(step**-0.5, step * warmup**-1.5)
@@ -280,7 +280,7 @@ class SimpleLossCompute:
             if norm.numel() != 1:
                 raise checks.wrong_shape("norm", norm, "one number")
         else:
-            checks.require_number("norm", norm, "a number, or a tensor of one")
+            norm = checks.require_number("norm", norm, "a number, or a tensor of one")
         loss = self._fused(x, y)
         if loss is None:
             if self.z_loss:

@@ -11,6 +11,7 @@ import pickle
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -829,6 +830,36 @@ def test_norms_that_the_op_refuses(what, backend, device):
 )
 def test_norms(norm, backend, device):
     check(randomized(copy.deepcopy(norm), device), torch.randn(N, S, E, device=device))
+
+
+def layers_of(number):
+    """Modules of torch whose eps and dropout are of one type."""
+    eps, p = number(1e-3), number(0.25)
+    parts = nn.Linear(E, 24), nn.ReLU(), nn.Dropout(p), nn.Linear(24, E)
+    return [
+        (nn.LayerNorm(E, eps=eps), 1),
+        (nn.RMSNorm(E, eps=eps), 1),
+        (nn.MultiheadAttention(E, H, dropout=p, batch_first=True), 3),
+        (nn.Sequential(nn.LayerNorm(E, eps=eps), *parts), 1),
+        (nn.Transformer(E, H, 1, 1, 24, p, layer_norm_eps=eps, batch_first=True), 2),
+    ]
+
+
+@pytest.mark.parametrize("number", [np.float16, np.float32, torch.tensor])
+def test_eps_and_dropout_that_are_no_floats(number, backend, device):
+    """torch takes numbers of NumPy and tensors of no dimension."""
+    x = torch.randn(N, S, E, device=device)
+    for pair, (plain, _) in zip(layers_of(number), layers_of(lambda v: number(v).item())):
+        module, inputs = pair
+        options = {"need_weights": False} if inputs == 3 else {}
+        found = []
+        plain.load_state_dict(module.state_dict())
+        for m in (module, plain):
+            ff.accelerate(m.to(device))
+            torch.manual_seed(0)
+            out = m(*[x] * inputs, **options)
+            found.append(out[0] if options else out)
+        assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import flex_attention
@@ -164,6 +165,8 @@ def test_algebra():
     assert torch.equal((one | other).dense(), a | b)
     assert one[1] == ff.block_mask(a[1:]) and other[:, 1:] == ff.block_mask(b[:, 1:])
     assert other[:, -1] == ff.block_mask(b[:, 2:]) and one[[1, 0]] == ff.block_mask(a.flip(0))
+    assert one[np.int64(1)] == one[1]
+    assert ff.BlockMask.window(np.int64(9), np.int64(2), None) == ff.BlockMask.window(9, 2, None)
     assert one != other and one[0] != one[1] and one[0] != 3
     changed = a.clone()
     changed[1, 0, 299, 419] ^= True

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import fastformer as ff
+from fastformer.dispatch import backends
 
 ERRORS = ValueError, TypeError, RuntimeError
 
@@ -792,6 +793,70 @@ def test_flags_and_seeds_of_other_types():
     want = ff.scaled_dot_product_attention(**x | {"dropout_seed": -1})[0]
     same = {"dropout_seed": 2**64 - 1, "is_causal": np.True_, "return_lse": np.True_}
     assert torch.equal(ff.scaled_dot_product_attention(**x | same)[0], want)
+
+
+# A number of NumPy, and a tensor of no dimension, for a number of Python.
+OTHER_NUMBERS = {
+    "NumPy": lambda x: np.float16(x) if isinstance(x, float) else np.int64(x),
+    "tensor": lambda x: torch.tensor(x),
+}
+# A tensor `start` is [B]; the sizes of a mask are ints.
+NO_SCALARS = "PositionalEncoding.forward", "RotaryEmbedding.forward", "block_mask"
+
+
+def with_numbers(x, kind):
+    """x, and x with each number, also in a tuple, of another kind; the same values in both."""
+    if isinstance(x, dict):
+        pairs = [with_numbers(y, kind) for y in x.values()]
+        return [dict(zip(x, values)) for values in zip(*pairs)]
+    if isinstance(x, tuple) and all(map(is_number, x)):
+        return [tuple(values) for values in zip(*(with_numbers(y, kind) for y in x))]
+    other = OTHER_NUMBERS[kind](x) if is_number(x) else x
+    return [other.item() if is_number(x) else x, other]
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("kind", OTHER_NUMBERS)
+@pytest.mark.parametrize("op", OPS)
+def test_numbers_of_other_types(op, kind, backend, monkeypatch):
+    """As torch takes them; no backend sees them, whose caches have numbers in their keys."""
+    want, given = (OPS[op]() | numbers for numbers in with_numbers(OPS[op](), kind))
+    leaves, run = [], backends.run
+
+    def recorded(name, **arguments):
+        leaves.extend(torch.utils._pytree.tree_leaves(arguments))
+        return run(name, **arguments)
+
+    monkeypatch.setattr(backends, "run", recorded)
+    pairs = zip(tensors(getattr(ff, op)(**want)), tensors(getattr(ff, op)(**given)), strict=True)
+    assert all(torch.equal(x, y) for x, y in pairs)
+    assert leaves or op == "attention_weights"
+    assert not any(isinstance(x, np.generic) for x in leaves)
+    assert all(x.dim() for x in leaves if isinstance(x, TENSOR))
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("kind", OTHER_NUMBERS)
+def test_numbers_of_other_types_in_other_calls(kind):
+    for name, call in CALLS.items():
+        if kind == "tensor" and name in NO_SCALARS:
+            continue
+        function, right = call()
+        function(**with_numbers(right(), kind)[1])
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("x", [True, np.True_, torch.tensor(True), 1j, torch.ones(1)])
+def test_what_is_no_number(x):
+    """Nor is a tensor of no dimension that requires a gradient, which it would not get."""
+    for wrong in (x, torch.tensor(1.0, requires_grad=True)):
+        for name in ("alpha", "limit", "offset"):
+            with pytest.raises(TypeError, match=rf"{name} is an? .*; expected a .*number"):
+                ff.gated_activation(**OPS["gated_activation"]() | {name: wrong})
+        with pytest.raises(ValueError, match=r"eps is .*; expected a number"):
+            ff.rms_norm(floats(B, D), D, eps=wrong)
+        with pytest.raises(TypeError, match=r"ignore_index is an? .*; expected an int"):
+            ff.cross_entropy(**OPS["cross_entropy"]() | {"ignore_index": wrong})
 
 
 @pytest.mark.with_all

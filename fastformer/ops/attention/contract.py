@@ -19,6 +19,7 @@ from fastformer.checks import (
     require_flag,
     require_floating,
     require_instance,
+    require_size,
     shape_of,
     wrong_shape,
 )
@@ -308,6 +309,7 @@ def packed_attention(
     scale, scores = require_attention(
         q, k, v, scale, True, lambda x: shape_of(x[0].transpose(0, 1))
     )
+    max_q, max_k = require_size(0, max_q=max_q, max_k=max_k)
     require_offsets("cu_seqlens_q", cu_seqlens_q, "query", query, max_q)
     require_offsets("cu_seqlens_k", cu_seqlens_k, "key", key, max_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:

@@ -314,7 +314,7 @@ def _loss(
     require_choice("smoothing", smoothing, SMOOTHINGS)
     every = ignore_index is None
     ignored = -100 if ignore_index is None else ignore_index
-    require_int("ignore_index", ignored)
+    ignored = require_int("ignore_index", ignored)
     e = require_probability("label_smoothing", label_smoothing)
     if classes < 1:
         raise ValueError("there are no classes; expected V of 1 or more")

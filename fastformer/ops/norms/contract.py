@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fastformer.checks import (
-    INTS,
     autocast_dtype,
     require_device,
     require_dropout,
     require_eps,
     require_flag,
     require_floating,
+    require_int,
     require_tensor,
     shape_of,
     wrong_shape,
@@ -284,11 +284,8 @@ def _require_rows(
     """Check the other arguments of a norm against its input; return normalized_shape as a list."""
     if isinstance(normalized_shape, (tuple, list, Sequence)):
         shape = list(normalized_shape)
-    elif isinstance(normalized_shape, INTS):
-        shape = [normalized_shape]
     else:
-        kind = type(normalized_shape).__name__
-        raise TypeError(f"normalized_shape is a {kind}; expected an int or a sequence of ints")
+        shape = [require_int("normalized_shape", normalized_shape, "an int or a sequence of ints")]
     if not shape or list(input.shape[-len(shape) :]) != shape:
         raise wrong_shape("input", input, f"it to end with normalized_shape {shape}")
     for name, x in (("weight", weight), ("bias", bias), ("input_bias", input_bias)):
@@ -302,7 +299,7 @@ def _require_rows(
         if list(x.shape) != shape:
             raise wrong_shape(name, x, f"normalized_shape {shape}")
         require_device(name, x, "input", input)
-    return shape
+    return list(input.shape[-len(shape) :])
 
 
 def _require_spread(unbiased: bool, shape: list[int]) -> bool:

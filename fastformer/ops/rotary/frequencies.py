@@ -55,8 +55,7 @@ def rotary_frequencies(
     3.1 to 3.4; llama3: `apply_scaling` of meta-llama/llama-models, models/llama3/model.py. The
     numbers are those of transformers' ROPE_INIT_FUNCTIONS.
     """
-    require_size(dim=dim)
-    require_size(0, length=length)
+    [dim], [length] = require_size(dim=dim), require_size(0, length=length)
     if dim % 2:
         raise ValueError(f"dim is {dim}; expected an even number")
     theta = require_positive("theta", theta)

@@ -85,6 +85,16 @@ def require_values(name: str, x: Tensor, last: int, expected: str) -> None:
             raise ValueError(f"{name} holds {low if low < 0 else high}; expected {expected}")
 
 
+def refuse_gradients(op: str, **tensors: Tensor | None) -> None:
+    """Refuse tensors that require a gradient, which an op does not compute."""
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires a gradient, which {op} does not compute; "
+                "expected a tensor that requires none, or a call under torch.no_grad()"
+            )
+
+
 def require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
     """Require that x is on the device of `like`."""
     if x.device != like.device:

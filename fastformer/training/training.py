@@ -66,6 +66,7 @@ class LabelSmoothing(nn.Module):
             0, which logits can have and log-probabilities cannot (values are checked on a CPU, and
             on a GPU with FASTFORMER_CHECK=1).
         TypeError: x or weight is not floating, or target is not an integer tensor.
+        RuntimeError: weight requires a gradient, outside of torch.no_grad().
 
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7; Vaswani et al.
     2017, section 5.4; the form is the Annotated Transformer's.
@@ -100,6 +101,7 @@ class LabelSmoothing(nn.Module):
         self.confidence = 1.0 - smoothing
         if weight is not None:
             checks.require_floating(weight=weight)
+            checks.refuse_gradients("LabelSmoothing", weight=weight)
             if weight.shape != (size,):
                 given = checks.shape_of(weight)
                 raise ValueError(f"weight has shape {given}; expected [size] = [{size}]")

@@ -859,6 +859,44 @@ def test_what_is_no_number(x):
             ff.cross_entropy(**OPS["cross_entropy"]() | {"ignore_index": wrong})
 
 
+@pytest.mark.all_cases
+@pytest.mark.parametrize("op", OPS)
+def test_no_gradient_is_missing(op, backend):
+    """A tensor that requires a gradient gets one, or the error says that the op computes none."""
+    function = getattr(ff, op)
+    for name, x in OPS[op]().items():
+        if not isinstance(x, TENSOR) or not x.is_floating_point() or name.startswith("teacher"):
+            continue
+        given = OPS[op]() | {name: x.clone().requires_grad_()}
+        try:
+            found = tensors(function(**given))
+        except (RuntimeError, ValueError) as error:
+            assert re.match(f"{name} requires a gradient.*; expected ", str(error)), error
+            with torch.no_grad():
+                function(**given)
+        else:
+            sum(y.square().sum() for y in found).backward()
+            assert given[name].grad is not None, name
+
+
+def test_weights_of_classes_are_constants():
+    """As in torch: it refuses them with a RuntimeError if they require a gradient."""
+    weight = torch.rand(V, requires_grad=True)
+    with pytest.raises(RuntimeError, match="weight requires a gradient, which LabelSmoothing"):
+        ff.LabelSmoothing(V, 0, weight=weight)
+    with torch.no_grad():
+        assert not ff.LabelSmoothing(V, 0, weight=weight).weight.requires_grad
+    given = floats(B, V), ids(B), weight
+    for call in (
+        torch.nn.functional.cross_entropy,
+        lambda *x: ff.cross_entropy(*x[:2], weight=x[2]),
+    ):
+        with pytest.raises(RuntimeError, match="weight"):
+            call(*given)
+        with torch.no_grad():
+            call(*given)
+
+
 @pytest.mark.with_all
 def test_a_flag_and_a_seed_in_a_graph():
     """Of sizes that a graph leaves open."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastformer.checks import (
     autocast_dtype,
     plain_number,
+    refuse_gradients,
     require_device,
     require_int,
     require_integers,
@@ -129,15 +130,6 @@ def refuse_context(name: str) -> None:
             f"{name} within context_parallel; expected scaled_dot_product_attention, or {name} "
             "outside of the context"
         )
-
-
-def refuse_gradients(**tensors: Tensor | None) -> None:
-    for name, x in tensors.items():
-        if x is not None and x.requires_grad:
-            raise RuntimeError(
-                f"{name} requires a gradient, which paged_attention does not compute; "
-                "expected a tensor that requires none, or a call under torch.no_grad()"
-            )
 
 
 def mask_and_bias(
@@ -358,6 +350,7 @@ def checked_slopes(alibi_slopes: Tensor | None, query: Tensor, batch: int) -> Te
             "alibi_slopes", alibi_slopes, f"[H] = [{heads}] or [B, H] = [{batch}, {heads}]"
         )
     require_device("alibi_slopes", alibi_slopes, "query", query)
+    refuse_gradients("attention", alibi_slopes=alibi_slopes)
     return alibi_slopes.detach()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastformer.checks import (
@@ -14,6 +13,7 @@ from fastformer.checks import (
     autocast,
     autocasts,
     checked_softcap,
+    refuse_gradients,
     require_choice,
     require_dropout,
     require_flag,
@@ -43,7 +43,6 @@ from fastformer.ops.attention.arguments import (
     default_scale,
     mask_and_bias,
     refuse_context,
-    refuse_gradients,
     require_attention,
     require_index,
     require_lengths,
@@ -105,7 +104,8 @@ def scaled_dot_product_attention(
             ends included; None for a side without a bound.
         causal_alignment: "top_left": shift = 0, as in torch. "bottom_right": shift = Sk - Sq, or
             key_lengths[b] - Sq if lengths are given: the last query is aligned with the last key.
-        alibi_slopes: [H] or [B, H] floats; adds -slope |i + shift - j|. No gradient.
+        alibi_slopes: [H] or [B, H] floats; adds -slope |i + shift - j|. They get no gradient, and
+            may require none.
         softcap: c > 0: the scores become c tanh(scale query key^T / c), before bias and masks. The
             absolute error in the kernels is about c 2^-24, so c should be at most some hundreds.
         sinks: [H], float32 or the dtype of the query: a logit of each head that is only in the
@@ -158,6 +158,7 @@ def scaled_dot_product_attention(
             floating attn_mask with a bias, a shard that exceeds its global sizes, tensors on
             several devices.
         TypeError: dtypes that differ or are not floating, a mask of integers.
+        RuntimeError: alibi_slopes that require a gradient, outside of torch.no_grad().
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the tiled form: Dao
     2023, "FlashAttention-2", section 3.1; split-KV for few queries: Dao et al. 2023,
@@ -415,9 +416,8 @@ def paged_attention(
     others = attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks
     attention = _described(query, scores, scale, band, *others)
     refuse_context("paged_attention")
-    if torch.is_grad_enabled():
-        given = dict(query=query, key_pages=key_pages, value_pages=value_pages)
-        refuse_gradients(**given, bias=attention.bias, sinks=attention.sinks)
+    given = dict(query=query, key_pages=key_pages, value_pages=value_pages)
+    refuse_gradients("paged_attention", **given, bias=attention.bias, sinks=attention.sinks)
     return backends.run(
         "paged_attention",
         query=query,

@@ -198,11 +198,10 @@ def _gradients(
     found: Sequence[Tensor], inputs: Sequence[Any], grads: Sequence[Tensor], create_graph: bool
 ) -> list[Tensor | None]:
     """Return the gradients of the inputs that require one, given those of output and log_sum."""
-    outputs = [found[0], *found[2:]]
+    pairs = [(x, g) for x, g in zip((found[0], *found[2:]), grads) if x.requires_grad]
+    outputs, grads = zip(*pairs)  # log_sum has no gradient if the value alone requires one
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     results = iter(
-        torch.autograd.grad(
-            outputs, wanted, grads[: len(outputs)], create_graph=create_graph, allow_unused=True
-        )
+        torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True)
     )
     return [next(results) if x is not None and x.requires_grad else None for x in inputs]

@@ -12,6 +12,7 @@ from fastformer.checks import (
     autocast,
     autocast_dtype,
     checked_softcap,
+    refuse_gradients,
     require_choice,
     require_device,
     require_flag,
@@ -71,7 +72,8 @@ def cross_entropy(
             is e/(V-1) at every class but the target. The loss is the Kullback-Leibler divergence,
             sum_c w_c q_c (log q_c - log softmax(logits)_c).
         weight: [V], the weights w of the classes, of any floating dtype; None for 1. It gets no
-            gradient. "mean" then divides by the sum of w over the targets, as in torch.
+            gradient, and may require none. "mean" then divides by the sum of w over the targets,
+            as in torch.
         z_loss: adds z_loss * logsumexp(logits)^2 to each row that is not ignored, which keeps the
             logits from drifting. Class weights do not apply to it: "mean" divides it by the number
             of rows that are not ignored.
@@ -95,6 +97,7 @@ def cross_entropy(
             return_entropy, with DTensors.
         TypeError: logits or a weight that are not floating, a target that is not int64, a z_loss, a
             softcap or a temperature that is no number.
+        RuntimeError: a weight that requires a gradient, outside of torch.no_grad().
 
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision",
     section 7; "kl": harvardnlp/annotated-transformer; z_loss: Chowdhery et al. 2022, "PaLM",
@@ -164,6 +167,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: as `cross_entropy`; a weight whose width is not N.
         TypeError: dtypes that differ or are not floating, a target that is not int64.
+        RuntimeError: as `cross_entropy`.
 
     Source: as `cross_entropy`; the chunks: Hsu et al. 2024, "Liger Kernel", section 3.2.
     """
@@ -355,6 +359,7 @@ def _require_weight(weight: Tensor, classes: int, name: str, x: Tensor) -> Tenso
     if weight.shape != (classes,):
         raise wrong_shape("weight", weight, f"[V] = [{classes}]")
     require_device("weight", weight, name, x)
+    refuse_gradients("the loss", weight=weight)
     return weight.detach()
 
 

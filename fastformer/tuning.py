@@ -543,7 +543,7 @@ def tune(
         OSError: the file cannot be written.
     """
     checks.require_instance("model", model, nn.Module, "an nn.Module")
-    minutes = checks.require_number("minutes", minutes, "a positive number")
+    checks.require_number("minutes", minutes, "a positive number")
     if not minutes > 0:
         raise ValueError(f"minutes is {minutes}; expected a positive number")
     checks.require_flag("dry_run", dry_run)

@@ -110,6 +110,22 @@ def test_slots_have_32_bits():
     assert torch.equal(mask.slots(), slots)
 
 
+def test_attention_reads_all_bits_of_a_slot(backend, device):
+    """The same tiles at the end of a long table, whose other tiles show no key."""
+    mask = ff.block_mask(masks(150, 200)["elements"].to(device))
+    slots, far = mask.slots(), 1 << 16
+    bits = torch.zeros(far + len(mask.bits), 256, dtype=torch.int32, device=device)
+    bits[1], bits[far:] = -1, mask.bits
+    moved = mask_tiles._listed(mask.shape, torch.where(slots > 1, slots + far, slots), bits)
+    results = []
+    for given in (mask, moved):
+        torch.manual_seed(0)
+        x = {name: y.requires_grad_() for name, y in inputs(device).items()}
+        out = ff.scaled_dot_product_attention(**x, attn_mask=given)
+        results.append((out, *torch.autograd.grad(out.square().sum(), [*x.values()])))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 @pytest.mark.parametrize("name", masks(1, 1))
 def test_mask_mods(name):
     """Evaluated in blocks, by sequence and head, they give what the tensor gives."""

@@ -78,6 +78,51 @@ def test_a_word_on_the_threshold_is_kept(backend, device):
         assert (rows[3, 5] == 0) == bool(more)
 
 
+def tile_ops(p, seed, device):
+    """What ops that draw the words of tiles make of ones: [40, 56]."""
+    given = dict(dropout_p=p, dropout_seed=seed)
+    x, w, both = (torch.ones(n, 1, device=device) for n in (40, 56, 112))
+    eye = torch.eye(56, device=device)
+    q, k = torch.zeros(40, 1, 8, device=device), torch.zeros(56, 1, 8, device=device)
+    ends = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (40, 56)]
+    yield weights_of(seed, p, backend=ff.current_backend(), device=device)[0, 0]
+    yield ff.packed_attention(q, k, eye[:, None], *ends, 40, 56, **given)[:, 0]
+    yield ff.feed_forward(x, w, None, eye, None, **given)
+    yield ff.geglu(x, both, None, eye, None, **given)
+    yield ff.swiglu(x, both, None, eye, None, **given)
+
+
+def row_ops(p, seed, device):
+    """And those that draw the words of rows."""
+    given = dict(dropout_p=p, dropout_seed=seed)
+    x, one = torch.ones(40, 56, device=device), torch.ones(56, device=device)
+    tokens = torch.zeros(40, dtype=torch.long, device=device)
+    yield ff.embed(tokens, x[:1], None, **given)
+    yield ff.dropout_add_layer_norm(x, 0 * x, one, one, **given)[1]
+    yield ff.dropout_add_rms_norm(x, 0 * x, one, **given)[1]
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    "ops, p, seed",
+    [
+        (tile_ops, 2**-16, 364),
+        (row_ops, 2**-16, 429),
+        (tile_ops, 1 - 2**-16, 241),
+        (row_ops, 1 - 2**-16, 533),
+    ],
+)
+def test_the_least_and_the_largest_rate(ops, p, seed, backend, device):
+    """Each op drops the elements whose word is below p 2^16; these seeds have both words beside."""
+    factors = independent.row_factors
+    if ops is tile_ops:
+        factors = lambda shape, p, seed: independent.tile_factors(shape, 0, p, seed)  # noqa: E731
+    below, want, above = (factors((40, 56), p + n / 2**16, seed) == 0 for n in (-1, 0, 1))
+    assert (want != above).any() and (want != below).any()
+    for out in ops(p, seed, device):
+        assert ((out == 0).cpu().numpy() == want).all()
+
+
 @pytest.mark.skipif(triton is None, reason="needs triton")
 def test_a_word_of_a_row_on_the_threshold_is_kept(device):
     """All 32 bits of it; with a threshold larger by one it is dropped."""
@@ -568,3 +613,16 @@ def test_the_rate_of_torchs_masks(n, p):
         for step in (1, 2, 3, 4, 5, 8, 64):
             same = (kept[step:] == kept[:-step]).float().mean()
             assert abs(same - 0.5) < 5 * (0.25 / n) ** 0.5
+
+
+@pytest.mark.parametrize("p", [2**-16, 0.5, 1 - 2**-16, 1.0])
+def test_the_elements_that_torchs_masks_drop(p):
+    """Those whose 16 bits, as a number from 0 on, are below p 2^16."""
+    x = torch.ones(1 << 20)
+    torch.manual_seed(0)
+    words = torch.empty(1 << 18, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    words = words.int() + 2**15
+    for word in (0, 1, 2**16 - 2, 2**16 - 1):
+        assert (words == word).any()
+    torch.manual_seed(0)
+    assert torch.equal(dropout.dropout(x, p) == 0, words < p * 2**16)

@@ -52,6 +52,16 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path):
     torch.testing.assert_close(parameters, want[1], rtol=0, atol=0)
 
 
+def test_a_checkpoint_whose_deletion_was_cut_off_is_none(tmp_path, monkeypatch):
+    """The file that makes it complete is deleted first: what is left is passed over in silence."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "rmtree", lambda path, **_: None)
+        trained(tmp_path, {**SETTINGS, "steps": 5}, every=1)
+    assert steps(tmp_path) == [f"step-{n}" for n in range(1, 6)]
+    complete = sorted(path.parent.name for path in tmp_path.glob("*/.metadata"))
+    assert complete == ["step-3", "step-4", "step-5"]
+
+
 def test_what_is_refused_by_name(tmp_path, monkeypatch):
     trained(tmp_path)
     path = tmp_path / "step-4"

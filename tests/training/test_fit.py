@@ -225,6 +225,29 @@ def test_the_log(board, tmp_path, monkeypatch):
     assert (Board.events != []) == board
 
 
+class Timed(list):
+    """A list each of whose batches takes a second of a clock."""
+
+    now = 0.0
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            Timed.now += 1.0
+            yield batch
+
+
+def test_the_speed_is_that_of_all_tokens_since_the_last_row(monkeypatch):
+    """Over the end of an epoch, and without the time of validations."""
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: Timed.now))
+    batches, rows = Timed(lists()), []
+    trained(batches, Timed(lists(2, 5)), epochs=2, report=rows.append, report_every=4)
+    tokens = [int(batch.ntokens) for batch in list(batches) * 2]
+    assert len(set(tokens)) > 1
+    speeds = [row["tokens_per_second"] for row in rows if "loss" in row]
+    for speed, (first, last) in zip(speeds, [(0, 4), (4, 8), (8, 12), (12, 14)], strict=True):
+        assert speed == pytest.approx(sum(tokens[first:last]) / (last - first))
+
+
 def test_rows_are_printed(capsys):
     """All rows without a terminal, none without progress, and beside a bar the validations."""
     given = dict(epochs=1, report_every=5, metric=lambda model: 0.5)

@@ -127,6 +127,15 @@ def test_an_iteration_that_was_left_begins_again():
     assert torch.equal(next(iter(batches)).src, first)
 
 
+def test_an_iteration_after_that_of_a_state_begins_with_the_epoch():
+    """Also if that one was left: the state is the position of the next iteration alone."""
+    batches, want = ff.token_batches(drawn(), 24), firsts(ff.token_batches(drawn(), 24))
+    batches.load_state_dict({"epoch": 0, "batch": 2})
+    assert next(iter(batches)).src[:, 0].tolist() == want[2]
+    assert batches.state_dict() == {"epoch": 0, "batch": 3}
+    assert firsts(batches) == want
+
+
 def test_pinned_memory(monkeypatch):
     pinned = []
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)

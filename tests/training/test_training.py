@@ -5,6 +5,7 @@ import copy
 import math
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fastformer import (
     rate,
     run_epoch,
 )
+from fastformer.training import training
 
 # -------------------------------------------------------------------------------------------- Batch
 
@@ -506,6 +508,24 @@ def test_run_epoch_reports_windows_and_what_is_left():
     means = [value for _, value, _ in seen]
     assert loss == pytest.approx((2 * means[0] + 2 * means[1] + means[2]) / 5, rel=1e-5)
     assert all(speed > 0 for _, _, speed in seen)
+
+
+def test_run_epoch_reports_the_speed_of_all_tokens_since_the_last_report(monkeypatch):
+    """Of a clock whose seconds are batches."""
+    batches, model, seen, now = list(some_batches(5)), Echo(7), [], [0.0]
+
+    def timed():
+        for batch in batches:
+            now[0] += 1
+            yield batch
+
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    report = lambda *values: seen.append(values)  # noqa: E731
+    run_epoch(timed(), model, echo_loss(model), report=report, report_every=2)
+    tokens = [int(batch.ntokens) for batch in batches]
+    assert len(set(tokens)) > 1
+    want = [(tokens[0] + tokens[1]) / 2, (tokens[2] + tokens[3]) / 2, tokens[4]]
+    assert [speed for _, _, speed in seen] == pytest.approx(want)
 
 
 def test_run_epoch_prints_a_line_now_and_then_without_a_terminal(capsys):

@@ -317,7 +317,7 @@ def _totals(TOTALS, classes, case: tl.constexpr):
 @triton.jit
 def _part_of_mean(totals, case: tl.constexpr):
     """Return the weight of a row in the reduced loss, if its target is not ignored."""
-    if case.mean:  # without a row, or with weights of 0 alone, there is no gradient
+    if case.mean:  # without a row there is no gradient
         return 1.0 / tl.where(totals.divisor == 0.0, 1.0, totals.divisor)
     else:
         return 1.0

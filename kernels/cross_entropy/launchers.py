@@ -197,6 +197,8 @@ def _totals_of(
     rows, pad, one = kept.sum(), loss.labels().pad, torch.ones_like(of_targets)
     z_factor = of_targets / rows.clamp(min=1) if reduction == "mean" else one
     smoothed = weight.sum() - (weight[pad] if pad >= 0 else 0)
+    if reduction == "mean":  # nan for weights of 0 alone, as in torch: smoothing may divide more
+        of_targets = of_targets / ((of_targets != 0) | (rows == 0))
     return torch.stack([of_targets, z_factor, smoothed])
 
 

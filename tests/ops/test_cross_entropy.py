@@ -3,6 +3,7 @@ float64, and against torch's own and the tutorials' loss.
 """
 
 import functools
+import itertools
 import weakref
 
 import pytest
@@ -358,6 +359,64 @@ def test_every_weight_zero_is_nan_for_the_mean_as_in_torch():
             )
             want = F.cross_entropy(x, target, torch.zeros(6), ignore_index=0, reduction=reduction)
             torch.testing.assert_close(have, want, equal_nan=True)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("e", [0.0, 0.1])
+@pytest.mark.parametrize("ignored", [(), (1, 3), (0, 1, 2, 3)], ids=["none", "some", "all"])
+def test_a_mean_whose_weights_add_up_to_zero_is_that_of_torch(backend, device, ignored, e):
+    """nan, though smoothing adds the other classes; so are the gradients of rows that count."""
+    target, kept = torch.tensor([0, 1, 0, 1], device=device), torch.ones(4, dtype=torch.bool)
+    target[[*ignored]], kept[[*ignored]] = -100, False
+    weight = torch.tensor([0.0, 0.0, 1.0, 2.0, 0.5, 1.0], device=device)
+    x = torch.randn(4, 6, device=device).requires_grad_()
+    eye = torch.eye(6, device=device).requires_grad_()
+    for reduction, w in itertools.product(("mean", "sum"), (weight, None)):
+        wide = x.detach().double().requires_grad_()
+        given = dict(reduction=reduction, label_smoothing=e)
+        want = F.cross_entropy(wide, target, None if w is None else w.double(), **given)
+        [grad] = torch.autograd.grad(want, wide)
+        exact = dict(equal_nan=True, atol=1e-6, rtol=1e-5)
+        have = ff.cross_entropy(x, target, weight=w, **given)
+        torch.testing.assert_close(have, want.float(), **exact)
+        torch.testing.assert_close(*torch.autograd.grad(have, x), grad.float(), **exact)
+        have = ff.linear_cross_entropy(x, eye, target, weight=w, **given)
+        torch.testing.assert_close(have, want.float(), **exact)
+        of_x, of_weight = torch.autograd.grad(have, (x, eye))
+        torch.testing.assert_close(of_x[kept], grad[kept].float(), **exact)
+        want = (grad.t()[:, kept] @ wide[kept]).detach().float()
+        torch.testing.assert_close(of_weight, want, **exact)
+    half = x.detach().half().requires_grad_()
+    for more in (dict(smoothing="kl"), dict(z_loss=0.1), dict(return_entropy=True)):
+        more |= dict(label_smoothing=e, weight=weight)
+        for leaf, have in (
+            (x, ff.cross_entropy(x, target, **more)),
+            (x, ff.linear_cross_entropy(x, eye, target, **more)),
+            (half, ff.linear_cross_entropy(half, eye.half(), target, **more)),
+        ):
+            loss = have[0] if isinstance(have, tuple) else have
+            [of_x] = torch.autograd.grad(loss, leaf)
+            assert loss.isnan() and of_x[kept].isnan().all()
+            assert len(ignored) < 4 or not of_x.any()
+
+
+@pytest.mark.parametrize("reduction, factor", [("mean", 1 / 7), ("sum", 1.0)])
+def test_the_z_loss_is_that_of_the_rows(backend, device, reduction, factor):
+    """Not of the weights of their classes, in a mean too; of logits and of a linear layer."""
+    x, weight = torch.randn(9, 6, device=device), torch.rand(6, device=device) + 0.2
+    x.requires_grad_()
+    target = targets(9, classes=6, ignored=(-100,), device=device)
+    kept = target != -100
+    want = 0.3 * x.double().logsumexp(-1).square()[kept].sum() * factor
+    [grad] = torch.autograd.grad(want, x)
+    given = dict(target=target, reduction=reduction, weight=weight)
+    for call in (
+        functools.partial(ff.cross_entropy, x, **given),
+        functools.partial(ff.linear_cross_entropy, x, torch.eye(6, device=device), **given),
+    ):
+        have = call(z_loss=0.3) - call()
+        torch.testing.assert_close(have.double(), want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(*torch.autograd.grad(have, x), grad, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])

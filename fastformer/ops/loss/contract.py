@@ -84,9 +84,10 @@ def cross_entropy(
 
     Returns:
         A scalar, or [...] for "none", in the dtype of the logits, summed in float32 (float64 for
-        float64); in float32 under torch.autocast. The mean is nan if every target is ignored. All
-        of this is as in torch. With return_entropy, (loss, entropy), the entropy [...] in the same
-        dtype, in nats, 0 in the rows whose target is ignore_index.
+        float64); in float32 under torch.autocast. The mean is nan if every target is ignored, or if
+        the weights of the targets add up to 0. All of this is as in torch. With return_entropy,
+        (loss, entropy), the entropy [...] in the same dtype, in nats, 0 in the rows whose target is
+        ignore_index.
 
     Raises:
         ValueError: shapes that do not fit; logits [N, V, V], whose classes could be in the second

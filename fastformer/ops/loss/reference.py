@@ -136,8 +136,8 @@ def _reduced(rows: Tensor, weights: Tensor, reduction: str) -> Tensor:
     if reduction != "mean":
         return rows if reduction == "none" else rows.sum()
     total = weights.sum()
-    # If every target is ignored, the mean is nan, without a gradient, as in torch.
-    return torch.where(total != 0, rows.sum() / total.where(total != 0, 1), float("nan"))
+    # nan, and so are the gradients of the rows that are not ignored, as in torch.
+    return rows.sum() / total.where(total != 0, float("nan"))
 
 
 def linear_cross_entropy(
@@ -259,7 +259,7 @@ class _LinearLoss(torch.autograd.Function):
             results = iter(torch.autograd.grad(rows, wanted, grad, create_graph=True))
             return *(next(results) if need else None for need in needs), *[None] * 4
         # A product, with which NaN in an ignored row stays NaN, as in torch.
-        g = grad.reshape(-1, 1) * (target.reshape(-1, 1) != ctx.labels[0])
+        g = grad.reshape(-1, 1).where(target.reshape(-1, 1) != ctx.labels[0], 0.0)
         transposed = grad_logits.t()
         dx = (grad_logits @ weight * g).view(input.shape) if needs[0] else None
         x = input.reshape(target.numel(), input.shape[-1])
@@ -306,7 +306,7 @@ class _ChunkedLoss(torch.autograd.Function):
             return *(next(found) if need else None for need in needs), *unused
         # In float16 the gradients of a mean would underflow: the largest row has the factor 1.
         half, wide = grads[0].numel() and input.dtype == torch.float16, grads[0].dtype
-        unit = torch.stack(grads).abs().amax().clamp(min=1e-30) if half else None
+        unit = torch.stack(grads).abs().amax().nan_to_num(1.0).clamp(min=1e-30) if half else None
         grads = grads if unit is None else tuple(x / unit for x in grads)
         dinput = torch.empty_like(input, memory_format=torch.contiguous_format)
         dw = torch.zeros_like(weight, dtype=wide) if needs[1] else None

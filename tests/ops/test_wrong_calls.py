@@ -647,7 +647,7 @@ OTHERS = [
     (
         ATTENTION,
         dict(query=floats(1, B, H, T, D), key=floats(B, 1, H, S, D), value=floats(B, 1, H, S, D)),
-        "key has shape .*; expected the leading dimensions of query",
+        "key has shape .*; expected 5 dimensions, as query .* leading ones equal",
     ),
     (ATTENTION, ONE_HEAD, "enable_gqa"),
     (ATTENTION, dict(query=floats(B, 3, T, D), enable_gqa=True), "heads that divides 3"),

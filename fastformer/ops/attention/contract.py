@@ -187,9 +187,7 @@ def scaled_dot_product_attention(
     if not _are_heads(query, key, value):
         query, key, value = autocast(query, key, value)
         require_floating(query=query, key=key, value=value)
-        if not query.dim() == key.dim() == value.dim() == 4:
-            lead = query.shape[:-2]
-            query, key, value = _folded(query=query, key=key, value=value)
+        lead, query, key, value = _folded(query, key, value)
     enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale, scores = require_attention(query, key, value, scale, enable_gqa)
     if shard is None and backends.sequences_are_sharded():
@@ -225,11 +223,7 @@ def scaled_dot_product_attention(
     return_lse = require_flag("return_lse", return_lse)
     inputs = dict(query=query, key=key, value=value, attention=attention, return_lse=return_lse)
     result = backends.run("scaled_dot_product_attention", **inputs)
-    if lead is None:
-        return result
-    if isinstance(result, tuple):
-        return tuple(x.reshape(*lead, *x.shape[2:]) for x in result)
-    return result.reshape(*lead, *result.shape[2:])
+    return result if lead is None else _unfolded(result, lead)
 
 
 def packed_attention(
@@ -542,16 +536,27 @@ def _require_heads(**tensors: Tensor) -> None:
             raise wrong_shape(name, x, "four dimensions [B, H, S, D]")
 
 
-def _folded(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Return tensors of other than four dimensions as [B, H, S, D]."""
+def _folded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    """Return the dimensions before [S, D] if there are not two, and the tensors [B, H, S, D]."""
     rank = query.dim()
+    if rank == key.dim() == value.dim() == 4:
+        return None, query, key, value
     if rank < 2:
         raise wrong_shape("query", query, "[.., S, D], four dimensions [B, H, S, D] as a rule")
     for name, x in (("key", key), ("value", value)):
-        if x.dim() != rank:
-            raise wrong_shape(name, x, f"{rank} dimensions, as query {shape_of(query)}")
-        if x.shape[:-3] != query.shape[:-3]:
-            raise wrong_shape(name, x, f"the leading dimensions of query {shape_of(query)}")
+        if x.dim() != rank or x.shape[:-3] != query.shape[:-3]:
+            expected = f"{rank} dimensions, as query {shape_of(query)}, the leading ones equal"
+            raise wrong_shape(name, x, expected)
+    inputs: Any = query, key, value
     if rank > 4:
-        return [x.flatten(0, -4) for x in (query, key, value)]
-    return [x.unsqueeze(1) if rank == 3 else x[None, None] for x in (query, key, value)]
+        inputs = [x.flatten(0, -4) for x in inputs]
+    else:
+        inputs = [x.unsqueeze(1) if rank == 3 else x[None, None] for x in inputs]
+    return query.shape[:-2], *inputs
+
+
+def _unfolded(result: Any, lead: Sequence[int]) -> Any:
+    """Return output, or output and lse, with the leading dimensions of the query."""
+    if isinstance(result, tuple):
+        return tuple(_unfolded(x, lead) for x in result)
+    return result.reshape(*lead, *result.shape[2:])

@@ -31,17 +31,20 @@ def use_formula() -> Iterator[None]:
 
 
 def gradients_through(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor | None]
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    create_graph: bool = True,
 ) -> list[Tensor | None]:
-    """Return differentiable gradients of the inputs, None for those that require none. An output
-    may depend on none of them, and its incoming gradient may be None.
+    """Return the gradients of the inputs, None for those that require none. An output may depend on
+    none of them, and its incoming gradient may be None.
     """
     used = [(x, g) for x, g in zip(outputs, grads) if g is not None and x.requires_grad]
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     found: Iterator[Tensor] = map(torch.zeros_like, wanted)
     if used and wanted:
         results, incoming = zip(*used)
-        options = dict(create_graph=True, materialize_grads=True)
+        options = dict(create_graph=create_graph, materialize_grads=True)
         found = iter(torch.autograd.grad(results, wanted, incoming, **options))
     return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 

@@ -169,8 +169,7 @@ def scaled_dot_product_attention(
     Sinks".
     """
     if (
-        scale is bias is window is alibi_slopes is softcap is sinks is shard is None
-        and (dropout_seed is None or (type(dropout_seed) is Tensor and dropout_p > 0))
+        scale is bias is window is alibi_slopes is softcap is sinks is shard is dropout_seed is None
         and (type(dropout_p) is float and 0.0 <= dropout_p <= 1.0)
         and (is_causal is False or (is_causal is True and causal_alignment == "top_left"))
         and return_lse is False
@@ -180,7 +179,7 @@ def scaled_dot_product_attention(
     ):
         given = query, key, value, attn_mask, is_causal, key_lengths
         drops = reference.usual_dropout
-        out = drops(*given, dropout_p, dropout_seed) if dropout_p else usual_call(*given)
+        out = drops(*given, dropout_p) if dropout_p else usual_call(*given)
         if out is not None:
             return out
     lead: Sequence[int] | None = None  # the dimensions before [S, D], if they are not [B, H]

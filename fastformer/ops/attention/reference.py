@@ -10,17 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.checks import require_dropout, seed_tensor
+from fastformer.checks import require_dropout
 from fastformer.description import Attention, beyond_torch
 from fastformer.dispatch import backends
 from fastformer.eager import eager, formula, may_read
-from fastformer.ops.attention.arguments import default_scale
 from fastformer.ops.attention.by_torch import (
     are_alike,
     by_torch,
     differentiates,
     drops,
-    fits,
     near_zero,
     options_beyond,
     torch_computes,
@@ -135,37 +133,13 @@ def usual_dropout(
     is_causal: bool,
     key_lengths: Tensor | None,
     dropout_p: float,
-    dropout_seed: Tensor | None,
 ) -> Tensor | None:
-    """Compute a usual call with dropout: tensors [B, H, S, D] of one dtype on a CPU, with the
-    default scale, causality from the top left, a boolean mask, and no other option.
-
-    Return None if the call may be another one, or wrong: this looks at little, so that a small call
-    is fast. `scaled_dot_product_attention` computes the same.
-    """
+    """Compute a usual call with dropout whose mask torch draws, as `usual_call` does."""
     p = require_dropout("dropout_p", dropout_p)
-    if not p or not are_alike(query, key, value):
-        return None
-    if not query.dim() == key.dim() == value.dim() == 4:
-        return None
-    without_seed = dropout_seed is None and backends.draws_by_torch(query.device)
-    if without_seed and drops(query, key, p, None):
+    heads = are_alike(query, key, value) and query.dim() == key.dim() == value.dim() == 4
+    if heads and backends.draws_by_torch(query.device) and drops(query, key, p, None):
         return usual_call(query, key, value, mask, is_causal, key_lengths, p)
-    if key_lengths is not None:
-        return None
-    (batch, heads, rows, dim), columns = query.shape, key.shape[2]
-    if key.shape != (batch, heads, columns, dim) or value.shape[:3] != key.shape[:3] or not dim:
-        return None
-    scores = batch, heads, rows, columns
-    if mask is not None and (mask.dtype is not torch.bool or not fits(mask, scores)):
-        return None
-    # Only now, because a call that is declined draws its seed elsewhere.
-    seed = None if without_seed else seed_tensor(dropout_seed, p, query.device)
-    try:
-        attention = Attention(mask, p, is_causal, default_scale(None, dim), dropout_seed=seed)
-        return attention_block(query, key, value, attention, False)
-    except RuntimeError:  # no dense tensors
-        return None
+    return None
 
 
 def attention_block(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention, Shard
-from fastformer.eager import eager, formula, may_read, use_formula
+from fastformer.eager import eager, formula, gradients_through, may_read, use_formula
 from fastformer.mask_tiles import COLUMNS, ROWS, UNSEEN, tile_elements, tile_slots
 from fastformer.ops.attention.masks import (
     added_to_scores,
@@ -171,7 +171,7 @@ class _TiledAttention(torch.autograd.Function):
             dense = call.attention.with_dense_mask(query.shape[2], key.shape[2])
             with use_formula():
                 found = call.on(views, dense)
-            return None, *_gradients(found, views, (grad, grad_log), True)
+            return None, *gradients_through((found[0], *found[2:]), (grad, grad_log), views)
         grads: list[Any] = [torch.zeros_like(x) if need else None for x, need in zip(inputs, needs)]
         for block in _blocks(call, query, key, bias):
             leaves = [
@@ -181,7 +181,7 @@ class _TiledAttention(torch.autograd.Function):
             with torch.enable_grad():
                 found = block.compute(call, leaves, key)
             incoming = [x[:, :, block.rows] for x in (grad, grad_log)[: 1 + call.return_lse]]
-            parts = _gradients(found, leaves, incoming, False)
+            parts = gradients_through((found[0], *found[2:]), incoming, leaves, create_graph=False)
             for n, (whole, part) in enumerate(zip(grads, parts)):
                 if part is None:
                     continue
@@ -192,16 +192,3 @@ class _TiledAttention(torch.autograd.Function):
                 else:
                     (block.of_rows(whole) if n == 3 else whole).add_(part)
         return None, *grads
-
-
-def _gradients(
-    found: Sequence[Tensor], inputs: Sequence[Any], grads: Sequence[Tensor], create_graph: bool
-) -> list[Tensor | None]:
-    """Return the gradients of the inputs that require one, given those of output and log_sum."""
-    pairs = [(x, g) for x, g in zip((found[0], *found[2:]), grads) if x.requires_grad]
-    outputs, grads = zip(*pairs)  # log_sum has no gradient if the value alone requires one
-    wanted = [x for x in inputs if x is not None and x.requires_grad]
-    results = iter(
-        torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True)
-    )
-    return [next(results) if x is not None and x.requires_grad else None for x in inputs]

@@ -25,7 +25,15 @@ def on() -> bool:
     return torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY)
 
 
-class batch_invariant(threading.local):
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.contexts: list[tuple[bool, _Products]] = []  # of this thread, the innermost last
+
+
+_open = _Open()
+
+
+class batch_invariant:
     """A context in which the results of a sequence or a row do not depend on the batch: it has the
     same bits alone, in any batch, packed or paged, and prefilled in chunks of any size.
 
@@ -46,18 +54,15 @@ class batch_invariant(threading.local):
     Source: He et al. 2025, "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab.
     """
 
-    def __init__(self) -> None:
-        self._open: list[tuple[bool, _Products]] = []  # a thread may enter one repeatedly
-
     def __enter__(self) -> None:
         global _entered
         _entered = True
-        self._open.append((on(), _Products()))
-        self._open[-1][1].__enter__()
+        _open.contexts.append((on(), _Products()))
+        _open.contexts[-1][1].__enter__()
         torch._C._stash_obj_in_tls(_KEY, True)
 
     def __exit__(self, *error: Any) -> None:
-        before, products = self._open.pop()
+        before, products = _open.contexts.pop()
         torch._C._stash_obj_in_tls(_KEY, before)
         products.__exit__(*error)
 

@@ -1,6 +1,8 @@
 """Each sentence of docs/batch_invariance.md: the same bits in any batch."""
 
+import copy
 import itertools
+import pickle
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -750,6 +752,9 @@ def test_threads_that_share_a_context(kernels, random):
         for thread in threads:
             thread.join()
     assert seen == [True] * 6 and not on()
+    with copy.deepcopy(context), pickle.loads(pickle.dumps(context)):
+        assert on()
+    assert not on()
 
 
 def test_the_backward_in_another_thread(kernels, random):

@@ -116,6 +116,8 @@ def _unsupported_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
     batch = query.shape[: -3 if query.dim() > 3 else -2]
     if key.shape[: len(batch)] != batch or key.shape[:-1] != value.shape[:-1]:
         return "the batch or the heads broadcast"
+    if enable_gqa and query.dim() < 3:
+        return "enable_gqa without heads"
     if query.dim() > 3 and query.shape[-3] != key.shape[-3]:
         if not enable_gqa and key.shape[-3] != 1:  # one key head is allowed, see `_sdpa`
             return "the heads broadcast"

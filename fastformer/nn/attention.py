@@ -353,13 +353,15 @@ class MultiHeadedAttention(AliasedModule):
                     "keep_attention is True, and the Packing has a mask; expected one of the two"
                 )
             own, packing = without_gaps(own), without_gaps(packing)
-            q, k = (pad(x.detach(), of).transpose(1, 2) for x, of in ((q, own), (k, packing)))
+            columns = len(packing.indices)  # later rows belong to no sequence
+            q, k = pad(q.detach()[: len(own.indices)], own), pad(k.detach()[:columns], packing)
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
             positions = torch.arange(own.length, device=q.device)
             real = positions.view(-1, 1) < own.lengths.view(-1, 1, 1, 1)
             options |= dict(key_lengths=packing.lengths, causal_alignment="top_left")
             del options["dropout_seed"]
             if options["bias"] is not None:
-                options["bias"] = pad(options["bias"].detach(), packing)[:, None, None]
+                options["bias"] = pad(options["bias"].detach()[:columns], packing)[:, None, None]
             self._keep_weights(q, k, real, options)
         return out.flatten(1)
 

@@ -146,8 +146,8 @@ def without_gaps(packing: Packing) -> Packing:
     """Return the packing whose sequences begin at position 0 and have no padding inside."""
     lengths, first = packing.lengths, packing.cu_seqlens[:-1]
     moved = torch.arange(packing.batch, device=first.device) * packing.length - first
-    tokens = torch.arange(len(packing.indices), device=first.device)
-    return replace(packing, indices=tokens + moved.repeat_interleave(lengths))
+    moved = moved.repeat_interleave(lengths)
+    return replace(packing, indices=torch.arange(len(moved), device=first.device) + moved)
 
 
 def pad(x: Tensor, packing: Packing, value: complex = 0.0) -> Tensor:

@@ -237,13 +237,13 @@ class Plan:
         for x in (attention.attn_mask, attention.bias):
             x = None if x is None else x.expand(full)
             kinds.append(0 if x is None else 1 if x.stride(2) == 0 or q_rows == 1 else 2)
-            strides.append((0, 0, 0, 0) if x is None else x.stride())
+            # The batch of a packed batch is 1, and that of its bias may have any stride.
+            steps = (0, 0, 0, 0) if x is None else x.stride()
+            strides.append((steps[0] * (batch > 1), *steps[1:]))
             wide = wide or (x is not None and _spans_int32(x))
         documents = 1 if offsets is None or self.packed else offsets.shape[0] - 1
-        slopes: tuple[int, ...] = (0, 0)
-        if attention.alibi_slopes is not None:
-            of = max(self.batch, documents), self.heads
-            slopes = attention.alibi_slopes.expand(of).stride()
+        given = attention.alibi_slopes
+        slopes = (0, 0) if given is None else (0, *given.stride())[-2:]
         sides = attention.window or (-1, -1)
         left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in sides)
         if attention.is_causal:

@@ -131,6 +131,14 @@ CASES = {
     "dropout": (lambda q, k, v: attend(q, k, v, None, 0.5, dropout_seed=3), heads),
     "packed": (lambda *args: ff.packed_attention(*args, 64, 64), packed),
     "packed causal": (lambda *args: ff.packed_attention(*args, 64, 64, is_causal=True), packed),
+    "packed slopes": (
+        lambda *x: ff.packed_attention(*x[:5], 64, 64, alibi_slopes=x[5], return_lse=True),
+        lambda b, t, s: (*packed(b, t, s), floats(b, H)),
+    ),
+    "packed in a buffer": (
+        lambda *args: ff.packed_attention(*args, 64, 64, softcap=3.0, return_lse=True),
+        lambda b, t, s: [torch.cat([x, x[:3]]) if x.dim() == 3 else x for x in packed(b, t, s)],
+    ),
     "paged": (ff.paged_attention, paged),
     "weights": (ff.attention_weights, lambda b, t, s: heads(b, t, s)[:2]),
     "layer_norm": (lambda x: ff.layer_norm(x, D, norm, norm), rows),

@@ -1645,6 +1645,7 @@ def test_sdpa_override_leaves_to_torch(backend, device):
     }
     refused = {
         "dtype": ((q, q.double(), q), {}),
+        "": ((q[0, 0], q[0, 0], q[0, 0]), {"enable_gqa": True}),
         "None": ((q, None, q), {}),
         "must be bool": ((q, q, q), {"is_causal": 1}),
         "probability": ((q, q, q), {"dropout_p": 1.5}),

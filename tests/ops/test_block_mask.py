@@ -568,6 +568,19 @@ def test_layers(backend, device):
 
 
 @torch.no_grad()
+def test_packed_sizes_that_dynamo_follows(backend, device):
+    """dynamo takes symbols for the sizes, which the mask has, too."""
+    starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32, device=device)
+    q, k = torch.randn(7, 2, 8, device=device), torch.randn(7, 1, 8, device=device)
+    mask = ff.block_mask(torch.rand(1, 1, 7, 7, device=device) < 0.8)
+
+    def call(q, k):
+        return ff.packed_attention(q, k, k, starts, starts, 5, 4, attn_mask=mask)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(q, k), call(q, k))
+
+
 def test_packed_layers(device):
     """A mask of the tokens goes with the `Packing` through all layers, not to a memory."""
     model = ff.make_decoder(11, N=2, d_model=16, d_ff=32, h=2).eval()

@@ -2,6 +2,7 @@
 masks, whose padding the kernels skip.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -172,6 +173,24 @@ def test_packed_strided_views(backend, device, against_oracle):
     against_oracle(functional.packed_attention, x, **constants)
 
 
+def test_one_query_in_a_later_sequence(backend, device, against_oracle):
+    """With one head: the bias has a single row, of which every sequence reads its part."""
+    x, constants = packed(device, (0, 0, 1, 0), (3, 4, 5, 2), h=1)
+    x["bias"] = torch.randn(14, device=device)
+    against_oracle(with_lse, x, **constants)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_of_no_sequence(backend, device, masked):
+    """All rows of the buffer are past the end: there is no sequence."""
+    x = torch.full((5, 2, 16), torch.nan, device=device, requires_grad=True)
+    mask = ff.block_mask(torch.ones(1, 1, 5, 5, dtype=torch.bool, device=device))
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    given = dict(attn_mask=mask) if masked else dict(alibi_slopes=torch.ones(0, 2, device=device))
+    found = ff.packed_attention(x, x, x, none, none, 3, 3, **given, return_lse=True)
+    assert not any(t.any() for t in (*found, *torch.autograd.grad(found[0].sum(), x)))
+
+
 @pytest.mark.parametrize("lengths", [(), (0, 0)])
 def test_packed_empty(backend, device, lengths):
     x, constants = packed(device, lengths, lengths)
@@ -193,6 +212,11 @@ def test_rows_past_the_last_sequence(backend, device, case, masked):
     """A buffer of fixed size: output, lse and gradients are zeros there, and the other rows are
     those of the call without them, whatever these rows and their incoming gradients hold.
     """
+    for return_lse in (False, True):
+        check_rows_past_the_last_sequence(device, case, masked, return_lse)
+
+
+def check_rows_past_the_last_sequence(device, case, masked, return_lse):
     x, constants = call(device, case)
     if masked:
         q, k = x["query"].shape[0], x["key"].shape[0]
@@ -207,16 +231,16 @@ def test_rows_past_the_last_sequence(backend, device, case, masked):
         if masked:
             shown = dense[: q + tail_q, : k + tail_k]
             constants["attn_mask"] = ff.block_mask(shown.expand(1, 1, -1, -1))
-        out, lse = functional.packed_attention(**leaves, **constants, return_lse=True)
-        assert not out[n:].any() and not lse[:, n:].any()
-        weights = weights or [torch.randn_like(t) for t in (out, lse)]
-        more = weights[0].new_full((tail_q, *out.shape[1:]), torch.nan)
-        incoming = torch.cat([weights[0], more]), torch.cat([weights[1], more[..., 0].t()], 1)
-        grads = torch.autograd.grad([out, lse], list(leaves.values()), incoming)
+        found = functional.packed_attention(**leaves, **constants, return_lse=return_lse)
+        found = [found[0], found[1].t()] if return_lse else [found]  # tokens first
+        assert not any(t[n:].any() for t in found)
+        weights = weights or [torch.randn_like(t) for t in found]
+        incoming = [torch.cat([w, w.new_full((tail_q, *w.shape[1:]), torch.nan)]) for w in weights]
+        grads = torch.autograd.grad(found, list(leaves.values()), incoming)
         for (name, t), grad in zip(x.items(), grads):
             assert not grad[len(t) :].any(), name
         kept = [grad[: len(t)] for t, grad in zip(x.values(), grads)]
-        results.append([out[:n], lse[:, :n], *kept])
+        results.append([*(t[:n] for t in found), *kept])
     for one, other in zip(*results):
         torch.testing.assert_close(one, other)
 
@@ -309,6 +333,11 @@ def test_keep_attention_of_a_packed_batch(kv_heads, backend, device):
     torch.testing.assert_close(m.attn[0], padded[0])
     torch.testing.assert_close(m.attn[1, :, :3], padded[1, :, :3])
     assert (m.attn[1, :, 3:] == 0).all()
+    want, tail = m.attn, torch.full((2, 16), torch.nan, device=device)
+    indices = torch.cat([packing.indices, packing.indices[:2]])  # two rows past the last sequence
+    longer = torch.cat([tokens, tail])
+    m(longer, longer, longer, dataclasses.replace(packing, indices=indices))
+    torch.testing.assert_close(m.attn, want)
 
 
 def test_attention_of_a_packed_batch_with_terms(backend, device):

@@ -185,7 +185,9 @@ def checked_blocks(mask: BlockMask, query: Tensor, scores: Scores) -> Blocks:
             f"{query.device}"
         )
     shape = tuple(mask.shape)
-    if shape[2:] != scores[2:] or any(n not in (1, full) for n, full in zip(shape, scores)):
+    # Not as tuples, which dynamo calls different if the sizes are symbols.
+    other = any(n != full and (n != 1 or i > 1) for i, (n, full) in enumerate(zip(shape, scores)))
+    if other:
         raise ValueError(
             f"attn_mask is a BlockMask of shape {list(shape)}; expected one that broadcasts to "
             f"{list(scores)} over sequences and heads"

@@ -395,11 +395,14 @@ def packed_attention(
         )
         found = scaled_dot_product_attention(q, k, v, attention, return_lse)
         out, *lse = found if return_lse else (found,)
-        out = out[0].transpose(0, 1)
+        out = out[0].transpose(0, 1).masked_fill(tail.view(-1, 1, 1), 0.0)  # and its gradient
         return (out, lse[0][0].masked_fill(tail, 0.0)) if lse else out
-    attention = attention._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    slopes = attention.alibi_slopes
+    if slopes is not None and slopes.dim() == 2 and torch.compiler.is_exporting():
+        slopes = torch.cat([slopes, slopes[:1]])  # of the sequence that `_lengths` adds
+    attention = attention._replace(cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes)
     rows, columns = (
-        _places(cu, x, length)
+        _places(cu, x, length, batch)
         for cu, x, length in ((cu_seqlens_q, query, max_q), (cu_seqlens_k, key, max_k))
     )
     q, k, v = (
@@ -444,14 +447,14 @@ def _lengths(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens.diff()
 
 
-def _places(cu_seqlens: Tensor, x: Tensor, length: int) -> Tensor:
+def _places(cu_seqlens: Tensor, x: Tensor, length: int, batch: int) -> Tensor:
     """Return where each token of a packed x [tokens, ..] lies in a batch that is padded to `length`
-    tokens: b length + position in sequence b; B length for tokens past the last sequence.
+    tokens: b length + position in sequence b; batch length for tokens past the last sequence.
     """
     tokens = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
     b = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
     place = b * length + (tokens - cu_seqlens[b])
-    return torch.where(tokens < cu_seqlens[-1], place, (cu_seqlens.shape[0] - 1) * length)
+    return torch.where(tokens < cu_seqlens[-1], place, batch * length)
 
 
 def paged_attention(

@@ -8,7 +8,9 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import fastformer as ff
 from fastformer import use_backend
 from fastformer.ops import functional
 
@@ -217,6 +219,79 @@ def test_hidden_keys_may_hold_nan(device, kernel, hides):
     for name, grad in found[0].items():
         assert grad.any() and grad.isfinite().all()
         assert all(torch.equal(grad, other[name]) for other in found[1:])
+
+
+# Of 20 queries and 40 keys. Queries past the end would see the last 20, whose scores are large.
+LEFT = torch.arange(40) >= torch.tensor([20, 3]).view(2, 1, 1, 1)  # the first 20 are hidden
+ROWS = (torch.arange(20) < 19)[:, None] & (drawn(20, 40, seed=4) < 0.7)  # but not the last query
+PAST = {
+    "mask, causal": dict(attn_mask=LEFT, is_causal=True),
+    "mask, causal, dropout": dict(attn_mask=LEFT, is_causal=True, **DROPOUT),
+    "mask, a bound to the right": dict(attn_mask=LEFT, window=(None, 0)),
+    "causal": dict(is_causal=True),
+    "lengths, causal": dict(key_lengths=torch.tensor([0, 30]), is_causal=True),
+    "lengths, bottom-right": dict(
+        key_lengths=torch.tensor([10, 20]), is_causal=True, causal_alignment="bottom_right"
+    ),
+    "2-D mask, causal": dict(attn_mask=ROWS, is_causal=True),
+    "bias, causal": dict(bias=drawn(2, 20, 40, seed=5), is_causal=True),
+    "bias, mask, causal": dict(bias=drawn(20, 40, seed=6), attn_mask=LEFT, is_causal=True),
+    "bias of keys, causal": dict(bias=torch.zeros(LEFT.shape).masked_fill(~LEFT, -torch.inf))
+    | dict(is_causal=True),
+    "window, mask": dict(attn_mask=LEFT, window=(5, 0)),
+    "ALiBi, mask, causal": dict(attn_mask=LEFT, alibi_slopes=torch.ones(2), is_causal=True),
+    "block mask, causal": dict(attn_mask=ROWS.expand(1, 1, 20, 40), is_causal=True),
+    "block mask, window": dict(attn_mask=LEFT.expand(2, 1, 20, 40), window=(5, 0)),
+}
+TAKE = {
+    "tiny": "(mask|causal|lengths)",
+    "scratch": "(mask|causal|lengths|2-D|bias, )",
+    "one tile": "(mask|causal|lengths|2-D|bias, )",  # of keys, by `scratch`
+    plan.SEPARATE: "",
+    "Hopper": "",
+    "short for Hopper": "(mask|causal|lengths)",
+}
+
+
+@pytest.mark.all_cases
+@pytest.mark.filterwarnings("error:overflow")
+@pytest.mark.parametrize(
+    "kernel, call",
+    [(kernel, call) for kernel in TAKE for call in PAST if re.match(TAKE[kernel], call)],
+)
+def test_queries_past_the_end_have_no_weights(device, against_oracle, kernel, call):
+    """Whose tile the last query shares, that sees no key, or low scores alone. dK and dV were NaN:
+    the weights 2^(s - lse) were infinite, times a gradient of zero. Memory behind all rows is NaN.
+    """
+    options = dict(PAST[call])
+    if "block mask" in call:
+        options["attn_mask"] = ff.block_mask(options["attn_mask"])
+    hopper, keys = "Hopper" in kernel, 64 if "block mask" in call else 128
+    if hopper:
+        hopper_calls = pytest.importorskip("hopper_calls")
+    x = qkv("cpu", 20, 40, d=64 if hopper else 16, dtype=torch.half if hopper else torch.float32)
+    x["key"][:, :, 20:] *= 100
+    x = {n: F.pad(t, (0, 0, 0, 50), value=torch.nan)[:, :, : t.shape[2]] for n, t in x.items()}
+    if "bias" in options:
+        x["bias"] = options.pop("bias").to(x["query"].dtype)
+    function = (attend, attend_and_lse)[list(PAST).index(call) % 2]
+    with contextlib.ExitStack() as stack:
+        if kernel == "Hopper":
+            launched = stack.enter_context(hopper_calls.simulated_backward(keys=keys))
+        elif hopper:
+            launched = stack.enter_context(hopper_calls.simulated_short())
+        else:
+            stack.enter_context(use_backend("triton"))
+            launched = stack.enter_context(by("scratch" if kernel == "one tile" else kernel))
+            stack.enter_context(narrow(kernel))
+        x, options = (on(device, tensors) for tensors in (x, options))
+        against_oracle(lambda **given: function(**given, **options), x, small=True)
+    one = kernel not in (plan.SEPARATE, "Hopper")
+    assert launched and (hopper or (ONE in launched) == one or device.type == "cuda")
+
+
+def on(device, tensors):
+    return {n: t.to(device) if torch.is_tensor(t) else t for n, t in tensors.items()}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -441,11 +441,11 @@ def bounds_source(
 ) -> Source | None:
     """Return the tensor that the bounds of a call with scores [B, H, Sq, Sk] can be read from: the
     mask, or else a bias that two or more heads share (most often a mask written as 0 and -inf).
-    Return None if there is neither, in a packed batch, and for more than MOST_TOKENS tokens.
+    Return None if there is neither, in a packed batch, and for no or more than MOST_TOKENS tokens.
     """
     name = "mask" if has.mask else "bias"
     x = attention.attn_mask if has.mask else attention.bias
-    if x is None or has.packed or max(scores[2:]) > MOST_TOKENS:
+    if x is None or has.packed or not all(scores) or max(scores[2:]) > MOST_TOKENS:
         return None
     strides = MaskStrides(*x.expand(scores).stride())
     if not has.mask and (strides.head or scores[1] == 1):

@@ -951,6 +951,50 @@ def test_empty(backend, device, shape, bias):
         assert g.shape == t.shape and (g == 0).all()
 
 
+EMPTY = dict(b=2, h=2, sq=7, sk=130, d=8, dv=8)  # sizes, one of which is 0
+BESIDE = {  # options by name, of all sizes
+    "mask": lambda b, h, sq, sk: dict(attn_mask=torch.rand(b, 1, sq, sk) > 0.3),
+    "mask of keys": lambda b, h, sq, sk: dict(attn_mask=torch.rand(b, 1, 1, sk) > 0.3),
+    "block mask": lambda b, h, sq, sk: dict(attn_mask=ff.block_mask(torch.ones(1, 1, sq, sk) > 0)),
+    "mask of numbers": lambda b, h, sq, sk: dict(attn_mask=torch.zeros(sq, sk)),
+    "bias": lambda b, h, sq, sk: dict(bias=torch.randn(h, sq, sk)),
+    "bias of keys": lambda b, h, sq, sk: dict(bias=torch.randn(sk)),
+    "bias of queries": lambda b, h, sq, sk: dict(bias=torch.randn(sq, 1)),
+    "lengths": lambda b, h, sq, sk: dict(key_lengths=torch.full((b,), sk // 2)),
+    "causal, window": lambda b, h, sq, sk: dict(is_causal=True, window=(9, 9)),
+    "dropout": lambda b, h, sq, sk: dict(dropout_p=0.3, dropout_seed=5),
+    "sinks": lambda b, h, sq, sk: dict(sinks=torch.randn(h)),
+    "ALiBi, softcap": lambda b, h, sq, sk: dict(alibi_slopes=torch.ones(h), softcap=3.0),
+}
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("option", BESIDE)
+def test_empty_beside_an_option(backend, device, against_oracle, option):
+    """No sequence, no head, no query, no key, or head dims of 0; with lse by turns. Bounds of a
+    mask of 130 keys and no queries divided by zero.
+    """
+
+    def attend(**given):
+        return functional.scaled_dot_product_attention(**given)
+
+    def attend_and_lse(**given):
+        out, lse = functional.scaled_dot_product_attention(**given, return_lse=True)
+        return torch.cat([out, torch.where(lse.isinf(), 0.0, lse).unsqueeze(3)], 3)
+
+    for number, empty in enumerate(EMPTY, list(BESIDE).index(option)):
+        sizes = EMPTY | {empty: 0}
+        x = qkv(**sizes)
+        for name, t in BESIDE[option](*(sizes[n] for n in ("b", "h", "sq", "sk"))).items():
+            x[name] = t
+        learned = {n: x.pop(n) for n in [*x] if n in ("bias", "sinks")}
+        options = {n: x.pop(n) for n in [*x] if n not in ("query", "key", "value")}
+        options = {n: t.to(device) if hasattr(t, "to") else t for n, t in options.items()}
+        x = {n: t.to(device) for n, t in (x | learned).items()}
+        function = (attend, attend_and_lse)[number % 2]
+        against_oracle(function, x, small=True, **options)
+
+
 class Largest(TorchDispatchMode):
     """The most elements of a tensor that an op inside of it makes, views of `given` apart."""
 

@@ -1079,7 +1079,9 @@ def test_a_row_that_sees_its_sink_alone(backend, device, dtype):
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_sinks_of_minus_infinity(backend, device, biased):
-    """Are none, for a row that sees nothing too."""
+    """Are none, for a row that sees nothing too, whose lse is -inf: its gradient, which may well be
+    NaN, is not used. The gradient of such a sink is zero.
+    """
     x = list(qkv(sq=20, sk=30, d=16, device=device).values())
     lengths = torch.tensor([0, 17], device=device)
     bias = torch.randn(20, 1, device=device) if biased else None
@@ -1090,7 +1092,8 @@ def test_sinks_of_minus_infinity(backend, device, biased):
             *x[:3], key_lengths=lengths, sinks=sinks, bias=bias, return_lse=True
         )
 
-    weights = torch.randn(B, H, 20, 16, device=device), None
+    weights = torch.randn(B, H, 20, 16, device=device), torch.randn(B, H, 20, device=device)
+    weights[1][0] = torch.nan
     nowhere = torch.full((H,), float("-inf"), device=device)
     *have, grad = results(run, [*x, nowhere], weights)
     for a, b in zip(have, results(run, x, weights), strict=True):
@@ -1112,6 +1115,9 @@ def test_a_sink_of_minus_infinity_without_keys(backend, device, options):
     (grad,) = torch.autograd.grad(run().sum(), sinks)
     assert (grad == 0).all()
     out, lse = run(return_lse=True)
+    weight = torch.where(lse.isinf(), torch.nan, 1.0)
+    (grad,) = torch.autograd.grad(lse, sinks, weight, retain_graph=True)
+    torch.testing.assert_close(grad, (B * 5.0) * ~sinks.isinf())
     assert (out == 0).all() and torch.equal(lse, sinks.view(H, 1).expand(B, H, 5))
     grads = torch.autograd.grad(out.sum() + lse.exp().sum(), (*x, sinks))
     assert all((grad == 0).all() for grad in grads[:3])

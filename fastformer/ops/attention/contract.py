@@ -110,7 +110,8 @@ def scaled_dot_product_attention(
             absolute error in the kernels is about c 2^-24, so c should be at most some hundreds.
         sinks: [H], float32 or the dtype of the query: a logit of each head that is only in the
             denominator of the softmax, exp(sink_h) + sum_j exp(score_ij), like a key whose value is
-            zero. Bias, ALiBi and softcap do not change it; -inf is no sink. It has a gradient.
+            zero. Bias, ALiBi and softcap do not change it. It has a gradient. -inf is no sink, and
+            its gradient is zero.
         dropout_seed: the seed of the dropout mask, an int of 64 bits or a tensor of one int64. The
             mask is a function of the seed and (b, h, i, j) alone, the same on every backend. None
             draws a seed from torch's generator; on a CPU, under the backend "auto", this generator

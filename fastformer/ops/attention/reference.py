@@ -91,8 +91,13 @@ def _log_sum_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
     peak = peak.masked_fill(peak.isinf(), 0.0)
     shifted = scores - peak
     if scores.shape[-1] == 1:  # the gradient of logsumexp is NaN at -inf, which a sink may be
-        return peak.squeeze(-1), shifted.squeeze(-1)
+        return peak.squeeze(-1), _constant_at_inf(shifted).squeeze(-1)
     return peak.squeeze(-1), shifted.logsumexp(-1)
+
+
+def _constant_at_inf(x: Tensor) -> Tensor:
+    """Return x. A sink of -inf is none, and the gradient of an lse of -inf may be NaN."""
+    return x.masked_fill(x == float("-inf"), float("-inf"))
 
 
 def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor:
@@ -195,7 +200,7 @@ def attention_block(
     peak, log_sum = _log_sum_exp(scores)
     if empty is not None:  # a row that sees no key has only its sink
         sinks = attention.sinks
-        nothing = float("-inf") if sinks is None else sinks.view(-1, 1) - peak
+        nothing = float("-inf") if sinks is None else _constant_at_inf(sinks).view(-1, 1) - peak
         log_sum = torch.where(empty.squeeze(-1), nothing, log_sum)
     return out, peak, log_sum
 

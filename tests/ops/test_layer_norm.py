@@ -151,6 +151,31 @@ def test_constant_rows(backend, device, unbiased):
     )
 
 
+@pytest.mark.all_cases
+@pytest.mark.parametrize("form", ["weights", "float32 weights", "none", "sum"])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_constant_rows_of_16_bits(backend, device, dtype, form):
+    """With eps = 1e-12, BERT's: 1 / sqrt(var + eps) is 10^6, which float16 does not hold, and the
+    gradient was NaN on a CPU.
+    """
+    x = torch.full((3, 16), 0.5, dtype=dtype, device=device, requires_grad=True)
+    wide = torch.float32 if form == "float32 weights" else dtype
+    w, b = (torch.linspace(*ends, 16, device=device).to(wide) for ends in ((1, 2), (-1, 1)))
+    w, b = (None, None) if form == "none" else (w, b)
+    given = torch.linspace(-1e-3, 2e-3, 16, device=device).to(dtype).expand(3, 16)
+    if form == "sum":
+        out, _ = functional.dropout_add_layer_norm(x, torch.zeros_like(x), w, b, eps=1e-12)
+    else:
+        out = functional.layer_norm(x, 16, w, b, 1e-12)
+    (grad,) = torch.autograd.grad(out, x, given)
+    double = x.detach().double().requires_grad_()
+    weights = [t if t is None else t.double() for t in (w, b)]
+    expected = F.layer_norm(double, (16,), *weights, 1e-12)
+    (want,) = torch.autograd.grad(expected, double, given.double())
+    assert out.dtype == dtype and torch.equal(out, expected.to(dtype))
+    torch.testing.assert_close(grad.double(), want, rtol=1e-2, atol=1e-2 * float(want.abs().max()))
+
+
 def test_empty(backend, device):
     x = {n: t.requires_grad_() for n, t in inputs(0, 16, device=device).items()}
     out = functional.layer_norm(**x, normalized_shape=16)

@@ -405,6 +405,43 @@ def test_hidden_keys_may_hold_anything(backend, device):
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), given["value"]))
 
 
+@pytest.mark.all_cases
+@pytest.mark.parametrize("used", ["output", "lse", "both"])
+def test_gradients_of_some_inputs(backend, device, used):
+    """Of each subset of the inputs, by the output, lse, or both, which need not depend on them: lse
+    has no gradient for the values, and that of these alone was refused. Two rows of tiles, of which
+    the second sees nothing in the first head.
+    """
+    dense = masks(140, 70)["elements"].expand(1, 2, 140, 70).clone().to(device)
+    dense[:, 0, 128:] = False
+    given = inputs(device, 1, 2, 140, 70, 8)
+    given |= dict(bias=torch.randn(2, 140, 70), sinks=torch.randn(2))
+    given = {name: x.to(device) for name, x in given.items()}
+    weights = torch.randn(1, 2, 140, 8, device=device), torch.randn(1, 2, 140, device=device)
+    places = {"output": [0], "lse": [1], "both": [0, 1]}[used]
+
+    def gradients(x, mask, names, create_graph=False):
+        x = {n: t.detach().requires_grad_(n in names) for n, t in x.items()}
+        found = ff.scaled_dot_product_attention(**x, attn_mask=mask, return_lse=True)
+        pairs = [(found[n], weights[n].to(found[n].dtype)) for n in places]
+        outputs, cotangents = zip(*[pair for pair in pairs if pair[0].requires_grad])
+        leaves = [x[n] for n in names]
+        return torch.autograd.grad(outputs, leaves, cotangents, create_graph=create_graph)
+
+    with ff.use_backend("reference"):
+        every = [n for n in given if n != "value" or used != "lse"]
+        double = gradients({n: x.double() for n, x in given.items()}, dense, every)
+    expected = dict(value=torch.zeros_like(given["value"])) | dict(zip(every, double, strict=True))
+    block = ff.block_mask(dense)
+    for count in range(1, 6):
+        for names in itertools.combinations(given, count):
+            for create_graph in (False, True)[: 1 + (count < 3)]:
+                found = gradients(given, block, names, create_graph)
+                for name, grad in zip(names, found, strict=True):
+                    want = expected[name].to(grad.dtype)
+                    torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-4)
+
+
 def test_second_derivatives(device):
     dense = masks(20, 70)["elements"] | (torch.arange(70) == 0)
     given = [x.requires_grad_() for x in inputs(device, 1, 1, 20, 70, 3, torch.float64).values()]

@@ -50,6 +50,7 @@ from .scores import (
     moved,
     prepare_call,
     scores,
+    seen_keys,
     shifted,
     store_rows,
     unmasked_tiles,
@@ -106,8 +107,8 @@ class _OwnQueries(NamedTuple):
     q: Any  # [BM, BD]
     do: Any  # [BM, BDV]
     start: Any  # the first of them, i0
-    i: Any  # [BM], clamped: further on they might see keys of any score
-    r: Any  # [BM], the same, counted from i0
+    i: Any  # [BM]
+    r: Any  # [BM], clamped, counted from i0
     statistics: Any
     key: Any  # pointers to the first key and value of the sequence
     value: Any
@@ -235,7 +236,6 @@ def _dkdv_tiles(
 ):
     """Add the queries of `span` (see `forward_tiles`) of a head to the `state`: dK [BN, BD],
     dV [BN, BDV] and sum_i dS [BN]. A row past the end adds zero, because its dO and delta are zero.
-    It stands where the last row does, which is its P: further on it might see keys of any score.
     """
     dk, dv, dbias = state
     call, queries = head.call, head.sequence.queries
@@ -255,7 +255,7 @@ def _dkdv_tiles(
         ok = i < queries
         peak, offset, delta = _row_statistics(rows.statistics, i, queries, has)
         s = tl.dot(own.k, tl.trans(q), input_precision=tile.precision)  # [BN, BM]
-        at = Indices(r[None, :], own.columns[:, None], r[None, :])
+        at = Indices(i[None, :], own.columns[:, None], r[None, :])
         keys = own.keys
         if has.lists and EDGE:
             keys = listed_keys(keys, slot, i0, own.start, head.lists, tile, has, True)
@@ -372,7 +372,7 @@ def backward_dkdv_kernel(
     columns = j
     if tile.wide:
         c, columns = c.to(tl.int64), j.to(tl.int64)
-    inside = j < length
+    inside = j < seen_keys(sequence, band, has)
     base = inputs.key + b * strides.key_batch + g * strides.key_head + first * strides.key_row
     k = load_rows(base, c, strides.key_row, inside, tile.dim, tile.dim_block, True)
     v_base = inputs.value + b * strides.value_batch + g * strides.value_head
@@ -555,7 +555,7 @@ def backward_dq_kernel(
     k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
     call = prepare_call(optional, strides, sizes, band, factors, has)
     head = locate_head(call, sequence, batch_head, b, h, first, tile, has)
-    own = _OwnQueries(q, do, i0, i0 + r, r, statistics, k_base, v_base)
+    own = _OwnQueries(q, do, i0, i, r, statistics, k_base, v_base)
 
     MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
     SKIP: tl.constexpr = MASKED and not tile.recompute_masked

@@ -459,6 +459,18 @@ def keys_of_rows(i0, i1, length, shift, band, tile: tl.constexpr, has: tl.conste
 
 
 @triton.jit
+def seen_keys(sequence, band, has: tl.constexpr):
+    """Return how many keys the queries may see, by length and band. A row past the end of the
+    queries, which is a copy of the last one, may then see no more keys than that one: their scores
+    would have no bound.
+    """
+    if has.right and has.lists < 3:  # documents have bands of their own
+        return tl.minimum(sequence.length, sequence.queries + sequence.shift + band.right)
+    else:
+        return sequence.length
+
+
+@triton.jit
 def in_pages(pages, j, ok, strides, has: tl.constexpr):
     """Return the offsets of the keys j [BN] and of their values from the start of the pages, where
     `ok` is True. The number of a page is clamped, so that a bad table never reads out of bounds.

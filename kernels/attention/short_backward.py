@@ -35,6 +35,7 @@ from .scores import (
     locate_sequence,
     prepare_call,
     scores,
+    seen_keys,
     shifted,
     store_rows,
 )
@@ -122,13 +123,12 @@ class _Keys(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A tile of queries: P = 2^(s - peak + offset) and dS = P (dP - delta). Those past the end
-    stand where the last one does, which is their P: further on they might see keys of any score.
-    """
+    """A tile of queries: P = 2^(s - peak + offset) and dS = P (dP - delta)."""
 
     q: Any  # [BM, BD]
     do: Any  # [BM, BDV]
     start: Any  # the first query
+    i: Any  # [BM]
     r: Any  # [BM], clamped to the queries that exist
     statistics: Any  # (peak, offset, delta), [BM] each; without a bias peak is 0
 
@@ -218,7 +218,7 @@ def _add_tile(state, own, rows, head, tile: tl.constexpr, has: tl.constexpr):
     dk, dv = state
     peak, offset, delta = rows.statistics
     s = tl.dot(own.k, tl.trans(rows.q), input_precision=tile.precision)
-    at = Indices(rows.r[None, :], own.j[:, None], rows.r[None, :])
+    at = Indices(rows.i[None, :], own.j[:, None], rows.r[None, :])
     s, _ = scores(s, at, own.keys, head, tile, has, True)
     if has.separate_max:
         s -= peak[None, :]
@@ -256,7 +256,7 @@ def _visit(state, own, queries, work, i0, tile: tl.constexpr, has: tl.constexpr,
         statistics = _statistics(work, queries, do, i, tile, has, how)
     else:
         statistics = _prepared(work, queries, i, r, has)
-    rows = _Rows(q, do, i0, r, statistics)
+    rows = _Rows(q, do, i0, i, r, statistics)
     dk, dv, ds = _add_tile(state, own, rows, head, tile, has)
     if not how.one_tile:
         place = queries.sums + (i[:, None] * tile.dim_block + tl.arange(0, tile.dim_block)[None, :])
@@ -286,7 +286,8 @@ def _load_keys(work, queries, n0, b, g, tile: tl.constexpr, has: tl.constexpr):
     """
     sequence, strides = queries.head.sequence, work.call.strides
     j = n0 + tl.arange(0, tile.columns)
-    keys = key_row(queries.head, j, j < sequence.length, tile, has, True)
+    inside = j < seen_keys(sequence, work.call.band, has)
+    keys = key_row(queries.head, j, inside, tile, has, True)
     k_base, v_base = locate_keys(work.inputs, strides, sequence, b, g)
     k = load_rows(k_base, j, strides.key_row, keys.ok, tile.dim, tile.dim_block, True)
     v = load_rows(v_base, j, strides.value_row, keys.ok, tile.value_dim, tile.value_block, True)

@@ -114,9 +114,18 @@ def scaled_dot_product_attention(
 ) -> Any:
     attend = attention_block if attention.mask_spans is None else _with_block_mask
     if not return_lse:
-        return attend(query, key, value, attention, False)
+        return in_order_of(query, attend(query, key, value, attention, False))
     out, peak, log_sum = attend(query, key, value, attention, True)
-    return out, peak + log_sum
+    return in_order_of(query, out), peak + log_sum
+
+
+def in_order_of(query: Tensor, x: Tensor) -> Tensor:
+    """Return x [B, H, S, D] in the memory order that the kernels give their output: where the query
+    is a transposed [B, S, H, D], so is x.
+    """
+    if query.shape[1] > 1 and query.stride(1) < query.stride(2):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x.contiguous()
 
 
 def _with_block_mask(

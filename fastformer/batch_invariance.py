@@ -25,12 +25,7 @@ def on() -> bool:
     return torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY)
 
 
-class _Open(threading.local):
-    def __init__(self) -> None:
-        self.contexts: list[tuple[bool, _Products]] = []  # of this thread, the innermost last
-
-
-_open = _Open()
+_open = threading.local()  # `contexts` of this thread, the innermost last
 
 
 class batch_invariant:
@@ -57,8 +52,9 @@ class batch_invariant:
     def __enter__(self) -> None:
         global _entered
         _entered = True
-        _open.contexts.append((on(), _Products()))
-        _open.contexts[-1][1].__enter__()
+        contexts = _open.__dict__.setdefault("contexts", [])
+        contexts.append((on(), _Products()))
+        contexts[-1][1].__enter__()
         torch._C._stash_obj_in_tls(_KEY, True)
 
     def __exit__(self, *error: Any) -> None:

@@ -24,11 +24,11 @@ class Three(NamedTuple):
 class _Layout(NamedTuple):
     """The sizes and strides of a tensor, whose last stride is 1. No heads: there is no tensor."""
 
-    heads: Any = 0
-    tokens: Any = 0
-    width: Any = 1
-    head: Any = 0
-    token: Any = 0
+    heads: Any
+    tokens: Any
+    width: Any
+    head: Any
+    token: Any
 
 
 @triton.jit
@@ -66,21 +66,14 @@ def tail_launch(
     """Return the launch that clears tensors like these, [1, H, tokens, width] or [1, H, tokens].
     offsets: those of the queries, [B + 1].
     """
-    layouts: dict[str, Any] = dict(
-        query_layouts=_layouts(of_queries), key_layouts=_layouts(of_keys)
-    )
-    own = layouts | dict(last=offsets.shape[0] - 1, BLOCK=1024)
+    own: dict[str, Any] = dict(last=offsets.shape[0] - 1, BLOCK=1024)
+    for name, tensors in (("query_layouts", of_queries), ("key_layouts", of_keys)):
+        own[name] = Three(*map(_layout, (*tensors, None, None, None)[:3]))
     groups = dict(of_queries=Three, of_keys=Three)
     return Launch(clear_tail_kernel, (processors(offsets.device),), own, 4, groups=groups)
 
 
-def _layouts(tensors: Sequence[Tensor | None]) -> Three:
-    padded = (*tensors, None, None, None)[:3]
-    return Three(
-        *[
-            _Layout()
-            if x is None or x.dim() < 3
-            else _Layout(*(*x.shape, 1)[1:4], *x.stride()[1:3])
-            for x in padded
-        ]
-    )
+def _layout(x: Tensor | None) -> _Layout:
+    if x is None or x.dim() < 3:
+        return _Layout(0, 0, 1, 0, 0)
+    return _Layout(*(*x.shape, 1)[1:4], *x.stride()[1:3])

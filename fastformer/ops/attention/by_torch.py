@@ -81,6 +81,8 @@ def usual_call(
             return None
         if 0 in sizes or not columns or not value.shape[3]:
             return None
+        if p and not drops(query, key, p, None):
+            return None
         if key_lengths is not None:
             length = _one_length(key_lengths, batch, columns)
             if length is None or mask is not None:

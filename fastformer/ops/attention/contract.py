@@ -178,11 +178,11 @@ def scaled_dot_product_attention(
         and (enable_gqa is False or enable_gqa is True)
         and backends.runs_directly()
     ):
-        given = query, key, value, attn_mask, is_causal, key_lengths
-        drops = reference.usual_dropout
-        out = drops(*given, dropout_p) if dropout_p else usual_call(*given)
-        if out is not None:
-            return out
+        p = require_dropout("dropout_p", dropout_p)
+        if not p or (type(query) is Tensor and backends.draws_by_torch(query.device)):
+            out = usual_call(query, key, value, attn_mask, is_causal, key_lengths, p)
+            if out is not None:
+                return out
     lead: Sequence[int] | None = None  # the dimensions before [S, D], if they are not [B, H]
     if not _are_heads(query, key, value):
         query, key, value = autocast(query, key, value)

@@ -10,19 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.checks import require_dropout
 from fastformer.description import Attention, beyond_torch
-from fastformer.dispatch import backends
-from fastformer.eager import eager, formula, may_read
+from fastformer.eager import eager, formula, gradients_through, may_read
 from fastformer.ops.attention.by_torch import (
-    are_alike,
     by_torch,
     differentiates,
-    drops,
     near_zero,
     options_beyond,
     torch_computes,
-    usual_call,
 )
 from fastformer.ops.attention.masks import (
     added_to_scores,
@@ -120,9 +115,7 @@ def scaled_dot_product_attention(
 
 
 def in_order_of(query: Tensor, x: Tensor) -> Tensor:
-    """Return x [B, H, S, D] in the memory order that the kernels give their output: where the query
-    is a transposed [B, S, H, D], so is x.
-    """
+    """Return x [B, H, S, D] in the order of [B, S, H, D] if the query is, as the kernels do."""
     if query.shape[1] > 1 and query.stride(1) < query.stride(2):
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     return x.contiguous()
@@ -137,23 +130,6 @@ def _with_block_mask(
         return by_tiles(attention_block, query, key, value, attention, return_lse)
     attention = attention.with_dense_mask(query.shape[2], key.shape[2])
     return attention_block(query, key, value, attention, return_lse)
-
-
-def usual_dropout(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    is_causal: bool,
-    key_lengths: Tensor | None,
-    dropout_p: float,
-) -> Tensor | None:
-    """Compute a usual call with dropout whose mask torch draws, as `usual_call` does."""
-    p = require_dropout("dropout_p", dropout_p)
-    heads = are_alike(query, key, value) and query.dim() == key.dim() == value.dim() == 4
-    if heads and backends.draws_by_torch(query.device) and drops(query, key, p, None):
-        return usual_call(query, key, value, mask, is_causal, key_lengths, p)
-    return None
 
 
 def attention_block(
@@ -380,10 +356,8 @@ def attention_gradients(
         held, moved = (without(drop, x) * scale for x in (held, moved))
     delta = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1) - grad_lse
     moved = F.pad(moved.to(lse.dtype), (0, weights.shape[-1] - key.shape[2])) - delta.unsqueeze(-1)
-    wanted = [x for x in leaves if x is not None]
     found = (weights * moved).to(scores.dtype), held.mT @ grad
-    results = iter(torch.autograd.grad((scores, values), wanted, found))
-    return [None if x is None else next(results) for x in leaves]
+    return gradients_through((scores, values), found, leaves, create_graph=False)
 
 
 def packed_attention(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.eager import eager, formula, use_formula
+from fastformer.eager import eager, formula, gradients_through, use_formula
 
 _BLOCK = 1 << 19  # logits processed at a time: they stay in the cache
 _HELD = 1 << 24  # logits that `_ChunkedLoss` holds at a time
@@ -255,9 +255,7 @@ class _LinearLoss(torch.autograd.Function):
             b = None if bias is None else bias.view_as(bias)
             with use_formula():
                 rows = linear_cross_entropy(x, w, target, b, "none", *ctx.labels)
-            wanted = [x for x, need in zip((x, w, b), needs) if x is not None and need]
-            results = iter(torch.autograd.grad(rows, wanted, grad, create_graph=True))
-            return *(next(results) if need else None for need in needs), *[None] * 4
+            return *gradients_through([rows], [grad], (x, w, b)), *[None] * 4
         # A product, with which NaN in an ignored row stays NaN, as in torch.
         g = grad.reshape(-1, 1).where(target.reshape(-1, 1) != ctx.labels[0], 0.0)
         transposed = grad_logits.t()
@@ -301,9 +299,7 @@ class _ChunkedLoss(torch.autograd.Function):
             x, w = input.view_as(input), weight.view_as(weight)
             b = None if bias is None else bias.view_as(bias)
             rows = _as_tuple(ctx.rows_of(F.linear(x, w, b), *others))
-            wanted = [x for x, need in zip((x, w, b), needs) if x is not None and need]
-            found = iter(torch.autograd.grad(rows, wanted, grads, create_graph=True))
-            return *(next(found) if need else None for need in needs), *unused
+            return *gradients_through(rows, grads, (x, w, b)), *unused
         # In float16 the gradients of a mean would underflow: the largest row has the factor 1.
         half, wide = grads[0].numel() and input.dtype == torch.float16, grads[0].dtype
         unit = torch.stack(grads).abs().amax().nan_to_num(1.0).clamp(min=1e-30) if half else None

@@ -30,8 +30,8 @@ def layer_norm(
     mixed = mixed or (bias is not None and bias.dtype is not dtype)
     if not unbiased and not mixed and dtype is not torch.float64:
         if dtype is torch.float16 and input.is_cpu:  # torch's op rounds 1 / std to float16: inf
-            wide = [x if x is None else x.float() for x in (weight, bias)]
-            return torch.layer_norm(input.float(), normalized_shape, *wide, eps).to(dtype)
+            w, b = (x if x is None else x.float() for x in (weight, bias))
+            return torch.layer_norm(input.float(), normalized_shape, w, b, eps).to(dtype)
         return torch.layer_norm(input, normalized_shape, weight, bias, eps)
     x = input if input.dtype == torch.float64 else input.float()
     features = tuple(range(-len(normalized_shape), 0))

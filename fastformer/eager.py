@@ -43,8 +43,9 @@ def gradients_through(
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     found: Iterator[Tensor] = map(torch.zeros_like, wanted)
     if used and wanted:
-        given, options = zip(*used), dict(create_graph=create_graph, materialize_grads=True)
-        found = iter(torch.autograd.grad(next(given), wanted, next(given), **options))
+        results, incoming = zip(*used)
+        options = dict(create_graph=create_graph, materialize_grads=True)
+        found = iter(torch.autograd.grad(results, wanted, incoming, **options))
     return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 

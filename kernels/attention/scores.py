@@ -464,7 +464,7 @@ def seen_keys(sequence, band, has: tl.constexpr):
     queries, which is a copy of the last one, may then see no more keys than that one: their scores
     would have no bound.
     """
-    if has.right and has.lists < 3:  # documents have bands of their own
+    if has.right:
         return tl.minimum(sequence.length, sequence.queries + sequence.shift + band.right)
     else:
         return sequence.length

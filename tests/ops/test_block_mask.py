@@ -546,6 +546,21 @@ def test_packed(backend, device, against_oracle, case):
     against_oracle(call, x)
 
 
+def test_packed_bands_are_those_of_documents(backend, device):
+    """Of fewer queries than keys in all: the last document stands behind what a causal query of its
+    index would see.
+    """
+    given = [torch.randn(n, 2, 8, device=device) for n in (30, 60, 60)]
+    q, k = (torch.tensor(x, device=device).int() for x in ([0, 10, 30], [0, 50, 60]))
+    weight, found = torch.randn(30, 2, 8, device=device), []
+    for mask in (None, ff.block_mask(torch.ones(30, 60, dtype=torch.bool, device=device))):
+        x = [t.detach().requires_grad_() for t in given]
+        out = ff.packed_attention(*x, q, k, 20, 50, attn_mask=mask, is_causal=True)
+        found.append([out, *torch.autograd.grad(out, x, weight)])
+    for have, want in zip(*found):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("slopes", [(2,), (2, 2)])
 def test_packed_slopes(backend, device, against_oracle, slopes):
     """ALiBi counts the tokens of a document, each of which may have slopes of its own."""

@@ -70,12 +70,13 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
         # A small tile of a mask, or bytes one by one: not 16 bytes for each thread.
         small = record["blocks"].get("rows", 1) * record["blocks"].get("columns", 1) < 1024
         few = kernel == "bounds" and (small or _unaligned(case))
+        few |= kernel == "clear_tail"  # it loads two numbers
         if not record["vectors"] and not few:
             say("no load of 16 bytes")
         # A program of a sequence that is shorter than others, but if it owns all of the sequence.
         # With a block mask, all are one.
         of_sequence = case.get("packed") and case["mask"] != "blocks"
-        of_sequence = of_sequence and kernel not in ("delta", "short_backward")
+        of_sequence = of_sequence and kernel not in ("delta", "short_backward", "clear_tail")
         of_attention = case["op"] in ("attention", "decode")
         if of_attention and record["ends_early"] != bool(of_sequence):
             say("a branch to the end" if record["ends_early"] else "no end before the work")

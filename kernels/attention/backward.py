@@ -361,7 +361,7 @@ def backward_dkdv_kernel(
     sequence = locate_sequence(optional, sizes, b, has)
     length = sequence.length
     keys = sizes.keys
-    if has.packed or has.lists == 3:
+    if has.packed:
         keys = length
         if n0 >= length:
             return
@@ -531,7 +531,7 @@ def backward_dq_kernel(
     batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
     queries = sequence.queries
-    if has.packed or has.lists == 3:
+    if has.packed:
         if i0 >= queries:
             return
     first = sequence.first_query + i0

@@ -195,7 +195,7 @@ def forward_kernel(
     batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
     queries = sequence.queries
-    if has.packed or has.lists == 3:
+    if has.packed:
         if i0 >= queries:
             return
     first = sequence.first_query + i0

@@ -340,7 +340,8 @@ def locate_sequence(optional, sizes, b, has: tl.constexpr):
         queries = sizes.queries
         length = sizes.keys
         if has.lists == 3:  # later rows belong to no document
-            queries = clamp(tl.load(optional.offsets + sizes.documents).to(tl.int32), 0, queries)
+            # At least one: rows past the end read the last one.
+            queries = clamp(tl.load(optional.offsets + sizes.documents).to(tl.int32), 1, queries)
             length = clamp(tl.load(optional.lengths + sizes.documents).to(tl.int32), 0, length)
         if has.shard and has.lists < 3:  # documents are complete
             shard = sizes.shard

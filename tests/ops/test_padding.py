@@ -182,11 +182,11 @@ def test_one_query_in_a_later_sequence(backend, device, against_oracle):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_rows_of_no_sequence(backend, device, masked):
-    """All rows of the buffer are past the end: there is no sequence."""
+    """All rows of the buffer are past the end: the sequences have no tokens."""
     x = torch.full((5, 2, 16), torch.nan, device=device, requires_grad=True)
     mask = ff.block_mask(torch.ones(1, 1, 5, 5, dtype=torch.bool, device=device))
-    none = torch.zeros(1, dtype=torch.int32, device=device)
-    given = dict(attn_mask=mask) if masked else dict(alibi_slopes=torch.ones(0, 2, device=device))
+    none = torch.zeros(3, dtype=torch.int32, device=device)
+    given = dict(attn_mask=mask) if masked else {}
     found = ff.packed_attention(x, x, x, none, none, 3, 3, **given, return_lse=True)
     assert not any(t.any() for t in (*found, *torch.autograd.grad(found[0].sum(), x)))
 

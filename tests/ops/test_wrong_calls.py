@@ -665,6 +665,7 @@ OTHERS = [
     (PACKED, dict(window=(-1, None)), "window is"),
     (PACKED, offsets(0, T, B * T + 1), "goes from 0 to 7; expected .* tokens of query, 6"),
     (PACKED, offsets(1, T, B * T), "goes from 1 to 6"),
+    (PACKED, offsets(0), r"cu_seqlens_q has shape \[1\]; expected .* a sequence or more"),
     (PACKED, offsets(0, B * T + 1, B * T), "decreases by 1"),
     (PACKED, offsets(0, B * T), "cu_seqlens_k has shape"),
     (PACKED, dict(cu_seqlens_q=torch.tensor([0, T, B * T])), "cu_seqlens_q has dtype torch.int64"),

@@ -274,8 +274,8 @@ def require_offsets(name: str, cu: Tensor, x_name: str, x: Tensor, longest: int)
     require_tensor(name, cu, "an int32 tensor")
     if cu.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {cu.dtype}; expected torch.int32")
-    if cu.dim() != 1 or cu.shape[0] < 1:
-        raise wrong_shape(name, cu, "[B + 1]")
+    if cu.dim() != 1 or cu.shape[0] < (2 if x.shape[0] else 1):
+        raise wrong_shape(name, cu, "[B + 1], with a sequence or more if there are tokens")
     require_device(name, cu, x_name, x)
     if not may_read(cu):
         return

@@ -65,11 +65,9 @@ def documents(i: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor, 
     of_queries, of_keys = attention.cu_seqlens_q, attention.cu_seqlens_k
     assert of_queries is not None and of_keys is not None
     b = torch.searchsorted(of_queries[1:-1], i.to(of_queries.dtype), right=True)
-    later = (b + 1).clamp(max=of_keys.shape[0] - 1)  # there may be no sequence
-    end = of_keys[later]
-    first = torch.where(i < of_queries[-1], of_keys[b], end)  # later rows belong to no sequence
+    first, end = of_keys[b], of_keys[b + 1]
     if attention.causal_alignment == "bottom_right":
-        return first, end, end - of_queries[later], b
+        return first, end, end - of_queries[b + 1], b
     return first, end, first - of_queries[b], b
 
 

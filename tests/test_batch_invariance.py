@@ -161,7 +161,6 @@ WIDTHS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("name", OPERANDS)
-@pytest.mark.all_cases
 def test_operands_in_any_memory(kernels, random, name):
     function, *shapes = OPERANDS[name]
     with ff.batch_invariant():
@@ -337,7 +336,6 @@ def test_rows(kernels, random, dtype):
 
 
 @pytest.mark.parametrize("within", [True, False])
-@pytest.mark.all_cases
 def test_parameters_in_any_memory(random, within):
     """The same bits as those of a contiguous copy, within the context and outside of it."""
     pytest.importorskip("triton")
@@ -371,7 +369,8 @@ def test_parameters_in_any_memory(random, within):
             parameters = [random(*shape).abs() for shape in shapes]
             for i, parameter in enumerate(parameters):
                 for view, p in _views(parameter).items():
-                    p = p.abs() if "apart" in view else p
+                    if view.startswith(("rows", "step")):  # views of other numbers
+                        p.abs_()
                     given = [*parameters[:i], p, *parameters[i + 1 :]]
                     same = [*parameters[:i], p.contiguous(), *parameters[i + 1 :]]
                     assert torch.equal(function(*given), function(*same)), (name, i, view)

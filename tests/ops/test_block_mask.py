@@ -405,7 +405,6 @@ def test_hidden_keys_may_hold_anything(backend, device):
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), given["value"]))
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("used", ["output", "lse", "both"])
 def test_gradients_of_some_inputs(backend, device, used):
     """Of each subset of the inputs, by the output, lse, or both, which need not depend on them: lse
@@ -620,6 +619,7 @@ def test_layers(backend, device):
 
 
 @torch.no_grad()
+@pytest.mark.with_all
 def test_packed_sizes_that_dynamo_follows(backend, device):
     """dynamo takes symbols for the sizes, which the mask has, too."""
     starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32, device=device)

@@ -335,6 +335,7 @@ def test_rows(kernels, random, dtype):
                     assert torch.equal(a, b[part]), name
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize("within", [True, False])
 def test_parameters_in_any_memory(random, within):
     """The same bits as those of a contiguous copy, within the context and outside of it."""

@@ -253,7 +253,6 @@ TAKE = {
 }
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize(
     "kernel, call",
     [(kernel, call) for kernel in TAKE for call in PAST if re.match(TAKE[kernel], call)],

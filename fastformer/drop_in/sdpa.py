@@ -88,7 +88,7 @@ def _ignore(op: str, reason: str) -> None:
 
 # Each of these functions returns why torch's own op has to run, or None. An invalid argument is a
 # reason too: torch then raises its own error. query: [.., H, Sq, D], [B, Sq, D] or [Sq, D]; key
-# and value likewise, with Sk; attn_mask broadcasts to the scores [.., Sq, Sk].
+# and value: the same with Sk keys; attn_mask broadcasts to the scores [.., Sq, Sk].
 
 
 def _unsupported_input(

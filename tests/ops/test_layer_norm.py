@@ -173,7 +173,8 @@ def test_constant_rows_of_16_bits(backend, device, dtype, form):
     expected = F.layer_norm(double, (16,), *weights, 1e-12)
     (want,) = torch.autograd.grad(expected, double, given.double())
     assert out.dtype == dtype and torch.equal(out, expected.to(dtype))
-    torch.testing.assert_close(grad.double(), want, rtol=1e-2, atol=1e-2 * float(want.abs().max()))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(grad.double(), want, rtol=eps, atol=eps * float(want.abs().max()))
 
 
 def test_empty(backend, device):

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import random
+import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -208,6 +210,18 @@ class token_batches:
             raise ValueError("data is empty; expected pairs or rows of token ids")
         self._lengths = torch.tensor([self._length(i) for i in range(len(self._data))])
         self._begin(0)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments, with the number of rows and a checksum in place of the data."""
+        found = 0
+        for row in self._data:
+            for x in row if _is_pair(row) else [row]:
+                found = zlib.crc32(array("q", map(int, x)).tobytes(), found)
+        return dict(
+            rows=len(self._data), checksum=found, tokens=self._tokens, padding=self.padding_idx,
+            packed=self._packed, shuffle=self._shuffle, seed=self._seed,
+        )  # fmt: skip
 
     def _length(self, i: int) -> int:
         """Return the tokens for which a row or pair counts."""

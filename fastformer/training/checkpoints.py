@@ -1,7 +1,8 @@
 """Checkpoints of a training run, of one process or of several, by torch.distributed.checkpoint.
 
-A folder step-N holds the model, the optimizer, the schedule, the losses of N steps and the state of
-the generators. Any number of processes reads what another number of them has saved.
+A folder step-N holds the model, the optimizer and the schedule once, and for each process the
+losses of N steps and the state of its generators. Any number of processes reads what another number
+of them has saved.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 import random
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +27,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastformer.checks import require_instance, require_size
-from fastformer.distributed.parallelize import require_same_ranks
 
-FORMAT = "fastformer checkpoint, version 2"
+FORMAT = "fastformer checkpoint, version 3"
 EVERY = 10  # steps
+LOOKS = 10  # steps after which several processes tell each other whether one wants to save
 KEPT = 3  # checkpoints in a folder
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # no reason to warn
 _REPLACED = "Detected an existing checkpoint"  # nor is this: it could not be read
 
 
 class Checkpoints:
-    """The checkpoints of a training run: saved every `every` steps and after the last one.
+    """The checkpoints of a training run: saved every so many steps, or minutes, and at the end.
 
         checkpoints = ff.Checkpoints(folder, {"steps": 1000, "d_model": 64}, every=100)
         done, losses = checkpoints.begin(model, optimizer, scheduler)    # 0, [] in a new folder
@@ -46,39 +49,52 @@ class Checkpoints:
     optimizer, the schedule, the losses of N steps, the state of the generators of torch, NumPy and
     Python, the settings and the version of this form. Only the three newest checkpoints are kept;
     other files in the folder are not touched.
-    A run of several processes saves one checkpoint, which any number of processes loads.
+    Several processes save one checkpoint, which has the losses and the generators of each. Any
+    number of processes loads it. Each takes what it had itself. A process that was not there takes
+    the losses of the first one, and its generators if all processes have the same seed; else it
+    keeps its own.
 
     Args:
         folder: where they are saved; it is made if it does not exist.
         settings: values of JSON by name. "steps" is the number of steps of the run; when a run
             resumes, it must be at least the steps already done. All others must equal those in the
             checkpoint.
-        every: the number of steps between checkpoints.
+        every: the number of steps between checkpoints; or the time, a datetime.timedelta. Several
+            processes look at the clock every 10 steps.
 
     Attributes:
         resumed_from: the checkpoint from which the run has resumed, or None.
 
     Raises:
-        ValueError: settings has no "steps" of 1 or more, every is less than 1.
+        ValueError: settings has no "steps" of 1 or more, every is less than 1, or no time.
         TypeError: folder is no path, settings holds what JSON does not, a number is no int.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], settings: Mapping[str, Any], every: int = EVERY
+        self,
+        folder: str | os.PathLike[str],
+        settings: Mapping[str, Any],
+        every: int | timedelta = EVERY,
     ) -> None:
         require_instance("folder", folder, (str, os.PathLike), "a path")
         if not isinstance(settings, Mapping) or "steps" not in settings:
             raise ValueError(f"settings is {settings!r}; expected numbers by name, with 'steps'")
-        steps, every = require_size(steps=settings["steps"], every=every)
+        [self._steps] = require_size(steps=settings["steps"])
+        if not isinstance(every, timedelta):
+            [every] = require_size(every=every)
+        elif every <= timedelta():
+            raise ValueError(f"every is {every}; expected a time above 0")
         self.resumed_from: Path | None = None
-        self._folder, self._every, self._steps = Path(folder), every, steps
-        rest = {name: x for name, x in settings.items() if name != "steps"}
+        self._folder, self._every = Path(folder), every
+        self._settings = {name: x for name, x in settings.items() if name != "steps"}
         try:
-            self._settings = json.dumps({"format": FORMAT, "settings": rest})
+            json.dumps(self._settings)
         except TypeError as error:
-            raise TypeError(f"settings holds {rest}; expected values of JSON: {error}") from None
+            message = f"settings holds {self._settings}; expected values of JSON: {error}"
+            raise TypeError(message) from None
         self._state: tuple[Any, ...] = ()
         self._saved = 0  # steps of the newest checkpoint of this run
+        self._started = time.monotonic()  # when it was saved
 
     def begin(
         self,
@@ -86,24 +102,37 @@ class Checkpoints:
         optimizer: Optimizer,
         scheduler: LRScheduler | None = None,
         more: Any = None,
+        own: Any = None,
+        *,
+        resume: bool = True,
     ) -> tuple[int, list[Tensor]]:
         """Load the newest checkpoint that can be read, if there is one, into the model, optimizer
         and scheduler of the run; return its number of steps and their losses.
 
         more: an object whose state_dict() is saved as well, and loaded by its load_state_dict.
+        own: another one, of which each process saves and loads its own. Its load_state_dict gets
+        None from a checkpoint that has none, and raises ValueError for that of another run.
+        resume: False deletes the checkpoints in the folder, and begins a new run.
 
         A warning names the checkpoints that cannot be read.
 
         Raises ValueError, on all ranks, if the settings of the checkpoint differ, it is of another
-        version, has more steps than the run, the checkpoints differ between the ranks, or none in
-        the folder can be read.
+        version, has more steps than the run, `own` refuses it on a rank, the checkpoints differ
+        between the ranks, or none in the folder can be read.
         """
         from torch.distributed.checkpoint import CheckpointException
 
-        self._state = model, optimizer, scheduler, more
+        self._state = model, optimizer, scheduler, more, own
+        self._started = time.monotonic()
         steps = self._found()
-        if dist.is_initialized():
-            require_same_ranks(checkpoints=steps)
+        for rank, theirs in enumerate(seen := _gathered(steps)):
+            if theirs != seen[0]:
+                raise ValueError(
+                    f"rank {rank} has checkpoints {theirs}, and rank 0 {seen[0]}; expected the same"
+                )
+        if not resume:
+            self._delete(steps)
+            return 0, []
         for done in steps:
             path = self._folder / f"step-{done}"
             try:
@@ -123,20 +152,32 @@ class Checkpoints:
             )
         return 0, []
 
-    def end_step(self, losses: Sequence[Tensor], last: bool = False) -> None:
+    def end_step(self, losses: Sequence[Tensor], last: bool = False, stop: bool = False) -> bool:
         """Save a checkpoint if one is due, or if this is the last step, unless the step has one.
 
         losses: the loss of every step so far, scalars.
+        stop: whether this process wants to save and stop, as after Ctrl-C.
+
+        Returns True after this step has been saved because a process wants to stop. Several
+        processes learn of it every 10 steps.
 
         Raises OSError, on all ranks, if it cannot be written, as when the disk is full. The earlier
         checkpoints are then as they were.
         """
         if not self._state:
             raise RuntimeError("end_step was called before begin; expected begin first")
-        due = last or len(losses) % self._every == 0 or len(losses) == self._steps
-        if due and len(losses) > self._saved:
+        step, waited, on_step = len(losses), False, False
+        if isinstance(self._every, timedelta):
+            waited = time.monotonic() - self._started >= self._every.total_seconds()
+        else:
+            on_step = step % self._every == 0
+        if dist.is_initialized():
+            wishes = _gathered((stop, waited)) if step % LOOKS == 0 else [(False, False)]
+            stop, waited = (any(of_all) for of_all in zip(*wishes))
+        if (last or stop or waited or on_step or step == self._steps) and step > self._saved:
             self._save(losses)
-            self._saved = len(losses)
+            self._saved, self._started = step, time.monotonic()
+        return stop
 
     def _found(self) -> list[int]:
         """Return the steps of the complete checkpoints, the newest first."""
@@ -147,7 +188,12 @@ class Checkpoints:
     def _save(self, losses: Sequence[Tensor]) -> None:
         import torch.distributed.checkpoint as dcp
 
-        state = self._collected(torch.stack(list(losses)).cpu())
+        _, _, _, _, own = self._state
+        rank, world = _place()
+        settings = {"format": FORMAT, "processes": world, "settings": self._settings}
+        position = None if own is None else own.state_dict()
+        saved = torch.stack(list(losses)).cpu(), random_state(), position
+        state = self._shared() | {"settings": json.dumps(settings), f"process-{rank}": saved}
         path = self._folder / f"step-{len(losses)}"
         with warnings.catch_warnings():
             for expected in (_ALONE, _REPLACED):
@@ -162,58 +208,69 @@ class Checkpoints:
                     raise
                 message = f"checkpoint {path} cannot be written: {reason}"
                 raise OSError(message) from None
-        if is_first():
-            for step in self._found()[KEPT:]:
-                old = self._folder / f"step-{step}"
-                (old / ".metadata").unlink(missing_ok=True)  # from now on it is not complete
-                shutil.rmtree(old, ignore_errors=True)
+        self._delete(self._found()[KEPT:])
+
+    def _delete(self, steps: list[int]) -> None:
+        for step in steps if is_first() else ():
+            old = self._folder / f"step-{step}"
+            (old / ".metadata").unlink(missing_ok=True)  # from now on it is not complete
+            shutil.rmtree(old, ignore_errors=True)
 
     def _load(self, path: Path, done: int) -> list[Tensor]:
         """Load a checkpoint of `done` steps, and return their losses."""
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        saved = {"settings": ""}
-        _read(saved, path)
-        found = json.loads(saved["settings"])
+        found = json.loads(_read({"settings": ""}, path)["settings"])
         if found.get("format") != FORMAT:
             version = found.get("format")
             raise ValueError(f"checkpoint {path} has format {version!r}; expected {FORMAT!r}")
-        for name, ours in json.loads(self._settings)["settings"].items():
+        for name, ours in json.loads(json.dumps(self._settings)).items():
             theirs = found["settings"].get(name)
             if theirs != ours:
                 raise ValueError(
-                    f"checkpoint {path} has {name} {theirs}; expected {ours}, or another folder"
+                    f"checkpoint {path} has {name} {theirs}; expected {ours}, resume=False, or "
+                    "another folder"
                 )
         if done > self._steps:
             raise ValueError(
                 f"steps is {self._steps}; expected at least the {done} that checkpoint {path} has, "
-                "or another folder"
+                "resume=False, or another folder"
             )
-        model, optimizer, scheduler, more = self._state
-        state = self._collected(torch.zeros(done))
-        _read(state, path)
+        model, optimizer, scheduler, more, own = self._state
+        rank, processes = _place()[0], found["processes"]
+        name = f"process-{rank if rank < processes else 0}"
+        losses, random, position = _read({name: ()}, path)[name]
+        refusal = None
+        try:
+            if own is not None:
+                own.load_state_dict(position)
+        except ValueError as error:
+            refusal = f"checkpoint {path} is of another run: {error}"
+        refusals = [x for x in _gathered(refusal) if x is not None]
+        if refusals:  # raised on all ranks, so that none is left waiting
+            raise ValueError(f"{refusals[0]}; expected the same, resume=False, or another folder")
+        state = _read(self._shared(), path)
         parts = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         set_state_dict(model, optimizer, **parts)
         if scheduler is not None:
             scheduler.load_state_dict(state["scheduler"])
-        set_random_state(state["random"])
+        if len(set(_gathered(torch.initial_seed()))) == 1 or rank < processes:
+            set_random_state(random)
         if more is not None:
             more.load_state_dict(state["more"])
-        return list(state["losses"].to(next(model.parameters()).device))
+        return list(losses.to(next(model.parameters()).device))
 
-    def _collected(self, losses: Tensor) -> dict[str, Any]:
+    def _shared(self) -> dict[str, Any]:
+        """Return what all processes save together."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        model, optimizer, scheduler, more = self._state
+        model, optimizer, scheduler, more, _ = self._state
         parameters, moments = get_state_dict(model, optimizer)
         moments["param_groups"] = _numbers(moments["param_groups"])
         return {
             "model": parameters,
             "optimizer": moments,
             "scheduler": {} if scheduler is None else _numbers(scheduler.state_dict()),
-            "random": random_state(),
-            "losses": losses,
-            "settings": self._settings,
             "more": {} if more is None else more.state_dict(),
         }
 
@@ -235,16 +292,30 @@ def _reason(error: Any) -> BaseException:
     return reasons[0]
 
 
-def _read(state: dict[str, Any], path: Path) -> None:
+def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _ALONE)
         dcp.load(state, checkpoint_id=str(path))
+    return state
+
+
+def _gathered(x: Any) -> list[Any]:
+    """Return the x of all processes."""
+    found = [x] * _place()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(found, x)
+    return found
+
+
+def _place() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return _place()[0] == 0
 
 
 def random_state() -> tuple[Any, ...]:

@@ -175,32 +175,24 @@ class OneProcess:
         self.model = model
         return model
 
-    def begin(self, *state: Any) -> tuple[int, list[Tensor]]:
+    def begin(self, *state: Any, **options: Any) -> tuple[int, list[Tensor]]:
         """Begin as `Checkpoints.begin` does, from the checkpoint, if there is one."""
         if self.checkpoints is None:
             return 0, []
-        done, losses = self.checkpoints.begin(*state)
+        done, losses = self.checkpoints.begin(*state, **options)
         if done:
             self.write(f"  resumes from {self.checkpoints.resumed_from}, after {done} steps")
         self.losses = losses
         return done, losses
 
-    def end_step(self, losses: Sequence[Tensor], last: bool = False) -> None:
-        """Save a checkpoint if one is due. losses: the loss of every step so far."""
+    def end_step(self, losses: Sequence[Tensor], last: bool = False, stop: bool = False) -> bool:
+        """Save a checkpoint if one is due, as `Checkpoints.end_step` does."""
         self.losses = losses
-        if self.checkpoints is not None:
-            self.checkpoints.end_step(losses, last)
+        return stop if self.checkpoints is None else self.checkpoints.end_step(losses, last, stop)
 
     def local_batch(self, batch: Batch) -> Batch:
         """Return the local shard of a batch, which this process computes."""
         return batch
-
-    def global_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of the global batch, with the gradient that the optimizer expects.
-
-        loss: the local loss.
-        """
-        return loss
 
     def sequences(self) -> AbstractContextManager[None]:
         """Return a context that tells the ops which shard of a batch is local."""
@@ -261,7 +253,7 @@ def train(
                 map(trainer.local_batch, data),
                 optimizer=optimizer,
                 scheduler=scheduler,
-                loss_compute=lambda *given: trainer.global_loss(compute(*given)),
+                loss_compute=compute,
                 epochs=1,
                 checkpoints=trainer,  # type: ignore[arg-type]  # it has begin and end_step
                 report=report,

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
+import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,6 +30,7 @@ from fastformer import checks
 from fastformer.nn.transformer import Generator
 from fastformer.training.batches import Batch
 from fastformer.training.checkpoints import Checkpoints, is_first, random_state, set_random_state
+from fastformer.training.settings import checksum, difference, settings_of, text, unwrapped
 from fastformer.training.training import LabelSmoothing, SimpleLossCompute, run_epoch
 
 Row = dict[str, Any]
@@ -43,7 +49,7 @@ class Fitted(NamedTuple):
         validations: a dict for each validation, with its "step" and "epoch" and what there is of
             "valid_loss" and "metric".
         best: the validation with the highest metric, or without a metric the lowest valid_loss;
-            None if there was none.
+            NaN is worse than any number. None if there was none.
     """
 
     losses: list[float]
@@ -65,6 +71,7 @@ def fit(
     metric: Callable[[nn.Module], float] | None = None,
     patience: int | None = None,
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
+    resume: bool = True,
     log: str | os.PathLike[str] | None = None,
     report: Callable[[Row], None] | None = None,
     report_every: int = 20,
@@ -85,6 +92,14 @@ def fit(
     generators had at the start of the epoch, and the batches that were trained are left out: a
     list, a DataLoader, or whatever depends on these generators alone.
 
+    Only the same run is resumed. A checkpoint also has its settings: the seed of torch, the numbers
+    of each module, of the optimizer, the schedule and the loss, those of the batches, the number of
+    processes, and accumulation_steps, max_grad_norm and autocast. What differs is refused by name,
+    as is an epoch that begins with another batch.
+
+    Ctrl-C saves a checkpoint after the update that it meets, and raises KeyboardInterrupt then; a
+    second one ends the run at once. Without checkpoints, the first one does.
+
     Args:
         model: as in `run_epoch`; it is put into training mode, and batches go to its device.
         batches: read once an epoch, such as `token_batches`. An update may take batches of two
@@ -104,23 +119,27 @@ def fit(
             the last weights.
         checkpoints: a `Checkpoints`, or the folder of one that saves every 100 updates; None for
             none. The run resumes from what is there.
+        resume: False deletes the checkpoints that are there, and begins a new run.
         log: a folder for log.csv and, if tensorboard is installed, for its events. log.csv is
             written anew, with the rows that the checkpoint has, if there is one.
         report: called with each row of the log, a dict: "step", "epoch", "loss" (per token, the
-            mean since the last row), "learning_rate" and "tokens_per_second" every `report_every`
-            updates, "step", "epoch", "valid_loss" and "metric" at a validation.
+            mean since the last row), "learning_rate" and "tokens_per_second" (of this process)
+            every `report_every` updates, "step", "epoch", "valid_loss" and "metric" at a
+            validation.
         report_every: the number of updates between rows.
         progress: as in `run_epoch`; the bar covers all epochs. Where it is not False and `report`
             is None, rows are printed: all if there is no bar, else the validations.
         accumulation_steps, max_grad_norm, autocast, scaler, cuda_graph: as in `run_epoch`.
 
-    Several processes, as under DDP, have to see the same `valid` and metric; the first one writes
-    the log, and the generators are resumed from its states.
+    Several processes, as under DDP, have to see the same `valid` and metric, and as many batches an
+    epoch; the first one writes the log and draws the bar. Each resumes from its own position and
+    generators.
 
     Raises:
         ValueError: epochs and steps are both None or both given, a number is below 1, batches hold
             no batch in an epoch (as an iterator does in the second one), valid_every or patience is
-            given without valid or metric, or loss_compute is None and the model has no `Generator`.
+            given without valid or metric, loss_compute is None and the model has no `Generator`, or
+            the checkpoints are those of another run.
         TypeError: optimizer is not one of torch.optim, or checkpoints, log or metric is of a wrong
             type.
 
@@ -128,6 +147,8 @@ def fit(
     """
     loss_compute = loss_compute or _loss_compute(model, batches)
     bar = sys.stdout.isatty() if progress is None else checks.require_flag("progress", progress)
+    if not is_first():
+        bar = progress = False
     if report is None and progress is not False:
         report = partial(_print_row, bar)
     options: dict[str, Any] = dict(loss_compute=loss_compute, autocast=autocast)
@@ -136,14 +157,44 @@ def fit(
         patience, checkpoints, log, report, report_every, accumulation_steps,
         partial(run_epoch, model=model, progress=False, **options),
     )  # fmt: skip
-    if training.begin():
-        run_epoch(
-            training, model.train(), optimizer=optimizer, scheduler=scheduler, scaler=scaler,
-            accumulation_steps=accumulation_steps, max_grad_norm=max_grad_norm, progress=bar,
-            report_every=report_every * accumulation_steps, after_update=training.after_update,
-            cuda_graph=cuda_graph, **options,
-        )  # fmt: skip
-    return training.finish()
+    training.settings |= {
+        "accumulation_steps": accumulation_steps, "max_grad_norm": max_grad_norm,
+        "autocast": str(autocast), "loss_compute": text(loss_compute),
+        "criterion": text(getattr(loss_compute, "criterion", None)),
+    }  # fmt: skip
+    if training.begin(checks.require_flag("resume", resume), progress is not False):
+        with _interrupted_between_updates(training):
+            run_epoch(
+                training, model.train(), optimizer=optimizer, scheduler=scheduler, scaler=scaler,
+                accumulation_steps=accumulation_steps, max_grad_norm=max_grad_norm, progress=bar,
+                report_every=report_every * accumulation_steps, after_update=training.after_update,
+                cuda_graph=cuda_graph, **options,
+            )  # fmt: skip
+    result = training.finish()
+    if training.interrupted:  # after the last update
+        raise KeyboardInterrupt
+    return result
+
+
+@contextmanager
+def _interrupted_between_updates(training: _Training) -> Iterator[None]:
+    """Let the first Ctrl-C of a run with checkpoints wait for the end of an update."""
+    usual = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    if training.checkpoints is None or usual is not signal.default_int_handler or not in_main:
+        yield
+        return
+
+    def handle(*_: Any) -> None:
+        training.interrupted = True
+        signal.signal(signal.SIGINT, usual)
+        print("Ctrl-C: a checkpoint is saved first; again ends the run at once", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 @dataclass
@@ -174,7 +225,10 @@ class _Training:
     rows: list[Row] = field(default_factory=list)  # of the log
     validations: list[Row] = field(default_factory=list)
     random: Any = None  # the state of the generators at the start of the epoch
+    first: int | None = None  # the checksum of the first batch of the epoch
     weights: dict[str, Any] = field(default_factory=dict)  # the best ones, with patience
+    settings: dict[str, Any] = field(default_factory=dict)  # see settings.py
+    interrupted: bool = False
 
     def __post_init__(self) -> None:
         """Check the arguments of `fit` that `run_epoch` does not check."""
@@ -205,16 +259,29 @@ class _Training:
             if self.checkpoints is not None:
                 settings = {"steps": self.steps or 2**31 - 1}
                 self.checkpoints = Checkpoints(self.checkpoints, settings, EVERY)
+        self._compared = isinstance(self.checkpoints, Checkpoints)
 
     # ------------------------------------------------------------------------------ the batches
 
-    def begin(self) -> bool:
+    def begin(self, resume: bool, printed: bool) -> bool:
         """Resume from a checkpoint, if there is one; return whether an update is left."""
         self.random = random_state()
         self._keep_weights()
+        if self._compared:
+            self.settings |= {
+                "processes": dist.get_world_size() if dist.is_initialized() else 1,
+                "scaler": self.scaler is not None,
+                "patience": self.patience is not None,
+                **settings_of(self.model, self.optimizer, self.scheduler, self.batches),
+            }
         if self.checkpoints is not None:
-            state = self.model, self.optimizer, self.scheduler, self
-            self.losses = self.checkpoints.begin(*state)[1]
+            best = SimpleNamespace(
+                state_dict=lambda: self.weights, load_state_dict=lambda x: self.weights.update(x)
+            )
+            state = self.model, self.optimizer, self.scheduler, best, self
+            done, self.losses = self.checkpoints.begin(*state, resume=resume)
+            if done and printed and self._compared:
+                print(f"resumed from step {done}, {self.checkpoints.resumed_from}", flush=True)
         self._writers = [self.report] if self.report is not None else []
         if self.log is not None and is_first():
             self._writers.append(_log(self.log, self.rows))
@@ -240,6 +307,8 @@ class _Training:
             rest = self._opened()
             while not self._is_over() and (batch := next(rest, None)) is not None:
                 self.batch += 1
+                if self.batch == 1 and self._compared:
+                    self.first = checksum(batch)
                 self._tokens += getattr(batch, "ntokens", None) or 0
                 yield self._moved(batch)
             if self._is_over():
@@ -287,8 +356,9 @@ class _Training:
             self._report()
         if self.valid_every is not None and step % self.valid_every == 0:
             self._validate()
-        if self.checkpoints is not None:
-            self.checkpoints.end_step(self.losses)
+        saves = self.checkpoints is not None
+        if saves and self.checkpoints.end_step(self.losses, stop=self.interrupted):
+            raise KeyboardInterrupt
 
     def finish(self) -> Fitted:
         """Report, save and validate what has not been; return what the run has done."""
@@ -341,9 +411,12 @@ class _Training:
 
     def _best(self) -> Row | None:
         """Return the first of the best validations."""
-        if self.metric is None:
-            return min(self.validations, key=lambda row: row["valid_loss"], default=None)
-        return max(self.validations, key=lambda row: row["metric"], default=None)
+        name, sign = ("valid_loss", -1) if self.metric is None else ("metric", 1)
+
+        def quality(row: Row) -> float:
+            return -math.inf if math.isnan(row[name]) else sign * row[name]
+
+        return max(self.validations, key=quality, default=None)
 
     def _waited(self) -> int:
         """Return the number of validations since the best one."""
@@ -362,23 +435,47 @@ class _Training:
 
     # -------------------------------------------------------------------------- the checkpoint
 
-    _SAVED = "epoch", "batch", "rows", "validations", "random"
+    _SAVED = "epoch", "batch", "rows", "validations", "random", "first"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has beside the model, the optimizer and the schedule."""
+        """Return what a checkpoint has of this process, beside its losses and generators."""
         position = {name: getattr(self, name) for name in self._SAVED}
         parts: Any = self.batches, self.valid, self.scaler
         states = [x.state_dict() if _has_state(x) else None for x in parts]
-        state: dict[str, Any] = {"position": (position, states)}  # a tuple is saved as one object
-        return state | ({} if self.patience is None else {"weights": self.weights})
+        steps = len(self.losses)
+        return dict(position=position, states=states, settings=self.settings, steps=steps)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, which has filled the weights."""
-        position, states = state["position"]
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint. Raise ValueError if it is not of this run."""
+        if state is None:
+            raise ValueError("it has no position in the data")
+        position, steps = state["position"], state["steps"]
+        problem = difference(self.settings, state["settings"]) if self._compared else None
+        if self.steps is not None and steps > self.steps:
+            problem = f"steps is {self.steps}, and {steps} are trained"
+        if self.epochs is not None and (position["epoch"], position["batch"]) > (self.epochs, 0):
+            problem = f"epochs is {self.epochs}, and more are trained"
+        if problem is not None:
+            raise ValueError(problem)
         vars(self).update(position)
-        for x, saved in zip((self.batches, self.valid, self.scaler), states):
+        if self._compared and not self._begins_as_before():
+            raise ValueError("batches begins with another batch than in this epoch of the run")
+        for x, saved in zip((self.batches, self.valid, self.scaler), state["states"]):
             if saved is not None and _has_state(x):
                 x.load_state_dict(saved)  # type: ignore[union-attr]
+
+    def _begins_as_before(self) -> bool:
+        """Return whether the first batch of the epoch is the one of the checkpoint."""
+        if _has_state(self.batches):
+            return True  # it is compared by its settings
+        now = random_state()
+        set_random_state(self.random)
+        again = iter(self.batches)
+        if again is self.batches:
+            return True  # it can be read once only
+        found = checksum(next(again, None))
+        set_random_state(now)
+        return found == self.first
 
 
 def _has_state(x: Any) -> bool:
@@ -422,7 +519,7 @@ def _print_row(bar: bool, row: Row) -> None:
 
 def _loss_compute(model: nn.Module, batches: object) -> SimpleLossCompute:
     """Return the default loss, of the model's generator."""
-    generator = getattr(model, "generator", None)
+    generator = getattr(unwrapped(model), "generator", None)
     if not isinstance(generator, Generator):
         raise ValueError(
             f"loss_compute is None, and model is a {type(model).__name__} without a Generator; "

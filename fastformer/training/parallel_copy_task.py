@@ -179,27 +179,17 @@ class Parallel(OneProcess):
         return model
 
     def local_batch(self, batch: Batch) -> Batch:
+        local = copy.copy(batch)
+        assert batch.tgt_y is not None
         if self._context is not None:
-            local = copy.copy(batch)
-            assert batch.tgt_y is not None
             local.tgt_y = self._context.shard(self._context.pad(batch.tgt_y, 1, PAD), 1)
-            return local
-        if not self._splits:
-            return batch
-        rows = slice(self.rank * self._count, (self.rank + 1) * self._count)
-        local = copy.copy(batch)  # keeps ntokens of the global batch
-        for name in ("src", "tgt", "src_mask", "tgt_mask", "tgt_y"):
-            setattr(local, name, getattr(batch, name)[rows])
+        elif self._splits:
+            rows = slice(self.rank * self._count, (self.rank + 1) * self._count)
+            for name in ("src", "tgt", "src_mask", "tgt_mask", "tgt_y"):
+                setattr(local, name, getattr(batch, name)[rows])
+        assert local.tgt_y is not None
+        local.ntokens = (local.tgt_y != PAD).sum()
         return local
-
-    def global_loss(self, loss: Tensor) -> Tensor:
-        if self.method == "tensor":
-            return loss
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        # DDP and FSDP average the gradients over the processes, but the global loss is the sum of
-        # the local losses: return the value `total` with the gradient of loss * size.
-        return loss * self.size + (total - loss.detach() * self.size)
 
     def sequences(self) -> AbstractContextManager[Any]:
         if self._context is not None:

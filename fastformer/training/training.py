@@ -29,7 +29,7 @@ from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import EncoderDecoder, Generator, LanguageModel
 from fastformer.ops import functional
 from fastformer.training.batches import Batch
-from fastformer.training.updates import GraphedUpdates, Updates, shares
+from fastformer.training.updates import GraphedUpdates, Processes, Updates, shares
 
 
 class LabelSmoothing(nn.Module):
@@ -347,6 +347,11 @@ def run_epoch(
     A progress bar shows loss per token and tokens per second. The loop synchronizes
     with the device only at reports and, with a `scaler`, at each step of the optimizer.
 
+    A model in DistributedDataParallel or FSDP, each process with batches of its own, takes the
+    update of one process with the batches of all: every token has the same weight, however many of
+    them a process has. Losses and speeds are then those of all processes, but in an evaluation.
+    The processes need the same number of batches.
+
     Args:
         data: batches with targets; if it has a length, the bar shows the remaining batches.
         model: called as model(src, tgt, src_mask, tgt_mask), or as model(tgt, tgt_mask) if the
@@ -400,6 +405,7 @@ def run_epoch(
     _require_update(updates, accumulation_steps, cuda_graph, after_update)
     report, progress = _reports(report, report_every, progress)
     losses = GraphedUpdates(updates).losses if cuda_graph else updates.losses
+    processes = None if optimizer is None else Processes.of(model)
     meter, step = _Meter(), 0
     bar = tqdm(data, description, disable=not progress, file=sys.stdout, leave=False, unit="batch")
 
@@ -414,12 +420,15 @@ def run_epoch(
         while group := list(islice(batches, accumulation_steps)):
             for i, batch in enumerate(group, step + 1):
                 _require_batch(i, batch, model)
-            of_update = []
-            for (batch, loss), share in zip(losses(group), shares(group)):
+            of_update, weights = [], shares(group, processes)
+            for (batch, loss), share in zip(losses(group, weights), weights):
                 step += 1
-                assert batch.ntokens is not None
-                meter.add(loss, batch.ntokens)
-                of_update.append(loss if share is None else loss * share)
+                tokens, part = batch.ntokens, loss if share is None else loss * share
+                assert tokens is not None
+                if processes is not None:
+                    loss, tokens, part = processes.sums(loss, tokens, part)
+                meter.add(loss, tokens)
+                of_update.append(part)
                 if step % report_every == 0:
                     look()
             if after_update is not None:

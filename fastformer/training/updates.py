@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -29,13 +31,49 @@ def _inputs(batch: Batch) -> tuple[Tensor | Packing | None, ...]:
     return batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
 
 
-def shares(group: list[Batch]) -> list[Tensor | None]:
-    """Return the share that each batch has of the group's tokens; None for a batch alone."""
-    if len(group) == 1:
+def shares(group: list[Batch], processes: Processes | None = None) -> list[Tensor | None]:
+    """Return the share that each batch has of the tokens of an update; None for a batch alone.
+
+    Processes that average their gradients: the share of the tokens of all, times their number.
+    """
+    if len(group) == 1 and processes is None:
         return [None]
     counts = [batch.ntokens for batch in group if batch.ntokens is not None]
-    total = sum(counts, torch.zeros_like(counts[0])).clamp(min=1)
-    return [count / total for count in counts]
+    total, size = sum(counts, torch.zeros_like(counts[0])), 1
+    if processes is not None:
+        dist.all_reduce(total, group=processes.group)
+        size = processes.size
+    return [count * size / total.clamp(min=1) for count in counts]
+
+
+class Processes(NamedTuple):
+    """The processes that average the gradients of a model, each from batches of its own."""
+
+    group: Any
+    size: int
+
+    @classmethod
+    def of(cls, model: object) -> Processes | None:
+        """Return those of DistributedDataParallel or FSDP; None for one process alone."""
+        if not (dist.is_available() and dist.is_initialized() and isinstance(model, nn.Module)):
+            return None
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                return cls(module.process_group, dist.get_world_size(module.process_group))
+            if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
+                # Processes with the same batch, as in tensor parallelism, count it equally often.
+                return cls(dist.group.WORLD, dist.get_world_size())
+        return None
+
+    def sums(self, loss: Tensor, tokens: Tensor, part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss per token of all their batches, the number of tokens, and the part that
+        these batches have of the loss of the update.
+        """
+        own = torch.stack([loss.double() * tokens, tokens.double(), part.double() / self.size])
+        dist.all_reduce(own, group=self.group)
+        return (own[0] / own[1].clamp(min=1)).to(loss), own[1], own[2].to(loss)
 
 
 class Updates(NamedTuple):
@@ -49,11 +87,16 @@ class Updates(NamedTuple):
     autocast: torch.dtype | None
     scaler: torch.amp.GradScaler | None
 
-    def losses(self, group: list[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield the batches of an update and their losses; the last one after the update."""
+    def losses(
+        self, group: list[Batch], weights: list[Tensor | None]
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield the batches of an update and their losses; the last one after the update.
+
+        weights: the `shares` of the batches.
+        """
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        for i, (batch, share) in enumerate(zip(group, shares(group)), 1):
+        for i, (batch, share) in enumerate(zip(group, weights), 1):
             last = i == len(group)
             with nullcontext() if last else self._without_exchange():
                 loss = self._loss(batch)
@@ -109,11 +152,13 @@ class GraphedUpdates:
         self._rates: list[Tensor] = []  # the learning rates that the graphs read
         self._refused = _obstacle(updates.optimizer)
 
-    def losses(self, group: list[Batch]) -> Iterator[tuple[Batch, Tensor]]:
+    def losses(
+        self, group: list[Batch], weights: list[Tensor | None]
+    ) -> Iterator[tuple[Batch, Tensor]]:
         """Yield the batches of an update and their losses, after the update."""
         graph = self._graph(group)
         if graph is None:
-            yield from self.updates.losses(group)
+            yield from self.updates.losses(group, weights)
             return
         losses = graph.replay(group)
         if self.updates.scheduler is not None:
@@ -179,7 +224,7 @@ class _UpdateGraph:
         self._parameters = _parameters(updates.optimizer)
 
         def update() -> list[Tensor]:
-            return [loss for _, loss in updates.losses(self._group)]
+            return [loss for _, loss in updates.losses(self._group, shares(self._group))]
 
         self._replay, self._losses = captured(update)
         self._grads = [p.grad for p in self._parameters]
@@ -187,7 +232,7 @@ class _UpdateGraph:
     def replay(self, group: list[Batch]) -> list[Tensor]:
         """Run the update on the batches; return their losses, which the next replay overwrites."""
         for own, batch in zip(self._group, group):
-            for x, given in zip(_tensors(own), _tensors(batch)):
+            for x, given in zip(tensors_of(own), tensors_of(batch)):
                 x.copy_(given, non_blocking=True)
         self._replay()
         for p, grad in zip(self._parameters, self._grads):
@@ -195,7 +240,7 @@ class _UpdateGraph:
         return self._losses
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
+def tensors_of(batch: Batch) -> list[Tensor]:
     parts = (getattr(batch, name, None) for name in PARTS)
     return [x for x in parts if isinstance(x, Tensor)]
 
@@ -228,7 +273,7 @@ def _batch_obstacle(group: list[Batch]) -> str | None:
     for batch in group:
         if isinstance(batch.tgt_mask, Packing):
             return "the host reads the lengths of packed batches"
-        for x in _tensors(batch):
+        for x in tensors_of(batch):
             if x.device.type != "cuda":
                 return f"a batch is on {x.device}"
             if may_read(x):

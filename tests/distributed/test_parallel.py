@@ -70,14 +70,16 @@ def test_death_and_resumption(tmp_path):
 
 
 def test_in_two_processes(tmp_path):
-    """DDP and FSDP2 on halves of a batch, and of packed batches. A training step of each method
+    """DDP and FSDP2 on halves of a batch, and of packed batches; run_epoch and fit with uneven
+    tokens, and runs that died or were interrupted. A training step of each method
     sends what it has to, and no more. DTensors of few tokens, of any strides and on one device.
     The seeds, edges and refusals of context_parallel.
     """
     models = "data_parallel", "packed_batches", "bytes_sent"
+    training = "uneven_tokens", "resumed_fit", "interrupted_fit"
     tensors = "no_targets", "any_strides", "one_device", "gated_halves"
     context = "seed", "refusals", "order", "one_row", "no_keys", "within", "edges"
-    run(tmp_path, 2, *models, *tensors, *(f"context_{check}" for check in context))
+    run(tmp_path, 2, *models, *training, *tensors, *(f"context_{check}" for check in context))
 
 
 def torchrun(*words):

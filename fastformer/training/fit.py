@@ -185,10 +185,14 @@ def _interrupted_between_updates(training: _Training) -> Iterator[None]:
         yield
         return
 
+    own = os.getpid()
+
     def handle(*_: Any) -> None:
         training.interrupted = True
         signal.signal(signal.SIGINT, usual)
-        print("Ctrl-C: a checkpoint is saved first; again ends the run at once", file=sys.stderr)
+        if os.getpid() == own:  # and not a worker of a DataLoader, which goes on as well
+            message = "Ctrl-C: a checkpoint is saved first; again ends the run at once"
+            print(message, file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGINT, handle)
     try:

@@ -54,7 +54,9 @@ def text(x: Any) -> str:
         return f"[{', '.join(map(text, x))}]"
     if isinstance(x, dict):
         return ", ".join(f"{name}={text(value)}" for name, value in x.items())
-    held: dict[str, Any] = {k: v for k, v in vars(x).items() if isinstance(v, _PLAIN)}
+    held: dict[str, Any] = {
+        k: v for k, v in getattr(x, "__dict__", {}).items() if isinstance(v, _PLAIN)
+    }
     if isinstance(x, nn.Module):
         held |= dict(x.named_parameters(recurse=False))
     held = {k: v for k, v in held.items() if not k.startswith("_") and k != "training"}

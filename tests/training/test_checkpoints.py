@@ -1,7 +1,9 @@
 """Checkpoints of a training run: what resumes, what is refused, and a disk that is full."""
 
 import os
+import types
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -66,17 +68,41 @@ def test_what_is_refused_by_name(tmp_path, monkeypatch):
     trained(tmp_path)
     path = tmp_path / "step-4"
     for settings, words in (
-        ({**SETTINGS, "d_model": 4}, f"checkpoint {path} has d_model 3; expected 4, or another"),
+        (
+            {**SETTINGS, "d_model": 4},
+            f"checkpoint {path} has d_model 3; expected 4, resume=False, or",
+        ),
         ({**SETTINGS, "steps": 3}, f"steps is 3; expected at least the 4 that checkpoint {path}"),
     ):
         with pytest.raises(ValueError, match=words):
             trained(tmp_path, settings)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "FORMAT", "fastformer checkpoint, version 3")
+        patch.setattr(module, "FORMAT", "fastformer checkpoint, version 4")
         trained(tmp_path / "later")
-    words = "checkpoint .*step-4 has format 'fastformer checkpoint, version 3'; expected 'fastfor"
+    words = "checkpoint .*step-4 has format 'fastformer checkpoint, version 4'; expected 'fastfor"
     with pytest.raises(ValueError, match=words):
         trained(tmp_path / "later")
+
+
+def test_checkpoints_every_so_many_seconds(tmp_path, monkeypatch):
+    """Of a clock on which each step takes 4 s; and after the last step."""
+    clock = types.SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(module, "time", clock)
+    saved = ff.Checkpoints(tmp_path, {**SETTINGS, "steps": 7}, timedelta(seconds=10))
+    saved.begin(*parts())
+    for step in range(1, 8):
+        clock.monotonic = lambda now=4.0 * step: now
+        assert not saved.end_step([torch.zeros(())] * step)
+    assert steps(tmp_path) == ["step-3", "step-6", "step-7"]
+
+
+def test_a_new_run_in_an_old_folder(tmp_path):
+    """It deletes the checkpoints, but no other file."""
+    trained(tmp_path)
+    (tmp_path / "step-notes").mkdir()
+    saved = ff.Checkpoints(tmp_path, {**SETTINGS, "d_model": 4}, 2)
+    assert saved.begin(*parts(), resume=False) == (0, [])
+    assert steps(tmp_path) == ["step-notes"] and saved.resumed_from is None
 
 
 @pytest.mark.parametrize("room", [0, 6000], ids=["of nothing", "of a part"])
@@ -107,6 +133,8 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, room):
         (("x", {"steps": 1.5}), TypeError, "steps is a float"),
         (("x", {"steps": 1, "dtype": torch.half}), TypeError, "expected values of JSON: .*dtype"),
         (("x", SETTINGS, 0), ValueError, "every is 0; expected 1 or more"),
+        (("x", SETTINGS, 1.5), TypeError, "every is a float"),
+        (("x", SETTINGS, timedelta()), ValueError, "every is 0:00:00; expected a time above 0"),
     ],
 )
 def test_bad_arguments(arguments, error, words):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -142,6 +143,26 @@ def test_validations_stop_the_run_and_the_best_weights_return():
     assert result.best == result.validations[1] and len(result.losses) == 28
     assert all(torch.equal(x, seen[1][name]) for name, x in model.state_dict().items())
     assert not torch.equal(seen[1]["generator.proj.bias"], seen[3]["generator.proj.bias"])
+
+
+@pytest.mark.parametrize("of", ["metric", "valid_loss"])
+@pytest.mark.parametrize("best", [3, 4])
+def test_nan_is_worse_than_any_validation(of, best):
+    """As the first one, and after others: for the best one, its weights, and the patience."""
+    values = [math.nan, 2.0, math.nan, *([3.0, 1.0] if best == 3 else [1.0, 3.0])]
+    left, seen = iter(values), []
+
+    def metric(model):
+        seen.append(model.generator.proj.weight.clone())
+        return next(left)
+
+    def compute(x, y, ntokens):
+        return x.square().mean() if torch.is_grad_enabled() else -torch.tensor(next(left))
+
+    given = dict(metric=metric) if of == "metric" else dict(valid=lists(1, 5), loss_compute=compute)
+    model, *_, result = trained(lists(2), epochs=5, patience=3, **given)
+    assert len(result.validations) == 5 and result.best is result.validations[best]
+    assert of == "valid_loss" or torch.equal(model.generator.proj.weight, seen[best])
 
 
 def test_the_loss_of_valid_is_that_of_run_epoch_and_lower_is_better():
@@ -424,11 +445,141 @@ def test_checkpoints_of_another_loop_are_refused(tmp_path):
     saved = ff.Checkpoints(tmp_path, {"steps": 7}, 1)
     saved.begin(*parts())
     saved.end_step([torch.zeros(())])
-    with (
-        pytest.warns(UserWarning, match=r"step-1 cannot be read and is passed over: .*position"),
-        pytest.raises(ValueError, match=r"no checkpoint in .* can be read; expected one"),
-    ):
+    with pytest.raises(ValueError, match=r"step-1 is of another run: it has no position"):
         trained(lists(), epochs=1, checkpoints=tmp_path)
+
+
+def same_run(folder, seed=0, model=None, optimizer=None, data=None, valid=None, **options):
+    """A run of two epochs, in which a setting may be another one."""
+    torch.manual_seed(seed)
+    sizes = dict(N=1, d_model=8, d_ff=16, h=2, dropout=0.1) | (model or {})
+    made = ff.make_decoder(9, **sizes)
+    best, scheduler = ff.make_optimizer(made.parameters(), 8, **{"warmup": 9, **(optimizer or {})})
+    if options.pop("plain", False):
+        best, scheduler = torch.optim.SGD(made.parameters(), 0.1, weight_decay=0.1), None
+    data = [row for row, _ in pairs(6)] if data is None else data
+    batches = data if isinstance(data, list) and hasattr(data[0], "tgt") else None
+    if batches is None:
+        batches = ff.token_batches(data, **{"tokens": 16, **options.pop("batches", {})})
+    criterion = ff.LabelSmoothing(9, 0, options.pop("smoothing", 0.1))
+    given = dict(
+        optimizer=best, scheduler=scheduler, checkpoints=folder, progress=False,
+        loss_compute=ff.SimpleLossCompute(made.generator, criterion),
+    ) | options  # fmt: skip
+    if "steps" not in given:
+        given.setdefault("epochs", 2)
+    return ff.fit(made, batches, valid, **given)
+
+
+ROWS = [row for row, _ in pairs(6)]
+TWO = [ff.Batch(None, torch.tensor([[1, 3, n, 2]])) for n in (4, 5)]
+REFUSED = {  # what is changed, and the words of the refusal
+    "a factor": (dict(optimizer=dict(factor=2.0)), "scheduler is LambdaLR"),
+    "a warmup": (dict(optimizer=dict(warmup=20)), "scheduler is LambdaLR"),
+    "an optimizer": (dict(plain=True), "optimizer is SGD lr=0.1, .*, and was Adam lr=1.0"),
+    "dropout": (dict(model=dict(dropout=0.2)), r"model\..* is Dropout\(p=0.2.*, and was Dro.*0.1"),
+    "a width": (dict(model=dict(d_ff=8)), r"model\..*w_1 is Linear\(.*out_features=8, .*=16"),
+    "a seed": (dict(seed=1), "seed is 1, and was 0"),
+    "a batch size": (dict(batches=dict(tokens=20)), "batches is .*tokens=20.* was .*tokens=16"),
+    "the order": (dict(batches=dict(seed=1)), "batches is .*seed=1, and was .*seed=0"),
+    "one token": (dict(data=[*ROWS[:-1], [8, *ROWS[-1][1:]]]), "batches is rows=6, checksum="),
+    "fewer rows": (dict(data=ROWS[:-1]), "batches is rows=5, .*, and was rows=6"),
+    "fewer epochs": (dict(epochs=1), "epochs is 1, and more are trained"),
+    "fewer steps": (dict(epochs=None, steps=3), "steps is 3"),
+    "smoothing": (dict(smoothing=0.2), "criterion is .*smoothing=0.2, .* was .*smoothing=0.1"),
+    "accumulation": (dict(accumulation_steps=2), "accumulation_steps is 2, and was 1"),
+    "clipping": (dict(max_grad_norm=1.0), "max_grad_norm is 1.0, and was None"),
+    "a dtype": (dict(autocast=torch.bfloat16), "autocast is torch.bfloat16, and was None"),
+    "patience": (dict(patience=1, valid=TWO), "patience is True, and was False"),
+}
+TAKEN = dict(
+    epochs=dict(epochs=3),
+    steps=dict(epochs=None, steps=9),
+    validation=dict(valid=TWO, valid_every=1),
+    reports=dict(report=print, report_every=1),
+)
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path):
+    """Each setting, in a run whose checkpoint is that of its end; what changes no update is taken,
+    and resume=False begins again.
+    """
+    want = same_run(tmp_path / "run")
+    assert len(want.losses) > 4
+    for name, (changed, words) in REFUSED.items():
+        with pytest.raises(ValueError, match=words) as told:
+            same_run(tmp_path / "run", **changed)
+        assert str(told.value).endswith(", resume=False, or another folder"), name
+    assert same_run(tmp_path / "run") == want
+    for name, changed in TAKEN.items():
+        folder = shutil.copytree(tmp_path / "run", tmp_path / name)
+        losses = same_run(folder, **changed).losses
+        assert losses[: len(want.losses)] == want.losses, name
+    again = same_run(tmp_path / "run", optimizer=dict(factor=2.0), resume=False)
+    assert again.losses[0] == want.losses[0] and again.losses[-1] != want.losses[-1]
+    assert same_run(tmp_path / "run", optimizer=dict(factor=2.0)) == again
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["within an epoch", "at its end"])
+def test_lists_are_compared_by_their_length_and_first_batch(steps, tmp_path):
+    same_run(tmp_path, data=TWO, epochs=None, steps=steps)
+    for data, words in (
+        ([*reversed(TWO)], "batches begins with another batch than in this epoch of the run"),
+        ([TWO[0]] * 3, "batches is '3 batches', and was '2 batches'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            same_run(tmp_path, data=data, epochs=None, steps=4)
+    assert len(same_run(tmp_path, data=TWO, epochs=None, steps=4).losses) == 4
+
+
+def test_a_resumption_is_printed(tmp_path, capsys):
+    same_run(tmp_path, progress=None)
+    assert "resumed" not in capsys.readouterr().out
+    steps = len(same_run(tmp_path, progress=None).losses)
+    assert f"resumed from step {steps}, {tmp_path}/step-{steps}\n" in capsys.readouterr().out
+    same_run(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+def interrupted(times, at, **options):
+    """Send Ctrl-C so many times in update `at`; return the updates of the run, and its words."""
+    seen = []
+
+    def report(row):
+        seen.append(row["step"])
+        if row["step"] == at:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(lists(), steps=9, report=report, report_every=1, **options)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return seen
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, which a shell may have switched off."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
+def test_ctrl_c_saves_a_checkpoint_first(tmp_path, ctrl_c, capsys):
+    """Once, after the update; twice, or without checkpoints, it ends the run at once. The run
+    resumes to the same bits. After the last update nothing is lost either.
+    """
+    want = trained(lists(), steps=9)
+    assert interrupted(1, 4, checkpoints=tmp_path / "a") == [1, 2, 3, 4]
+    assert "a checkpoint is saved first" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "a") == ["step-4"]
+    model, *_, result = trained(lists(), steps=9, checkpoints=tmp_path / "a")
+    assert result == want[-1] and same(model, want[0])
+    interrupted(2, 4, checkpoints=tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+    interrupted(1, 4)
+    interrupted(1, 9, checkpoints=tmp_path / "c")
+    assert os.listdir(tmp_path / "c") == ["step-9"]
 
 
 def test_what_cuda_graphs_leave_in_an_optimizer_is_saved_as_numbers(tmp_path):

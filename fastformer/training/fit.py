@@ -459,25 +459,22 @@ class _Training:
             problem = f"steps is {self.steps}, and {steps} are trained"
         if self.epochs is not None and (position["epoch"], position["batch"]) > (self.epochs, 0):
             problem = f"epochs is {self.epochs}, and more are trained"
+        vars(self).update(position)
+        if problem is None and self._compared and not self._begins_as_before():
+            problem = "batches begins with another batch than in this epoch of the run"
         if problem is not None:
             raise ValueError(problem)
-        vars(self).update(position)
-        if self._compared and not self._begins_as_before():
-            raise ValueError("batches begins with another batch than in this epoch of the run")
         for x, saved in zip((self.batches, self.valid, self.scaler), state["states"]):
             if saved is not None and _has_state(x):
                 x.load_state_dict(saved)  # type: ignore[union-attr]
 
     def _begins_as_before(self) -> bool:
         """Return whether the first batch of the epoch is the one of the checkpoint."""
-        if _has_state(self.batches):
-            return True  # it is compared by its settings
+        if _has_state(self.batches) or iter(self.batches) is self.batches:
+            return True  # it is compared by its settings, or can be read once only
         now = random_state()
         set_random_state(self.random)
-        again = iter(self.batches)
-        if again is self.batches:
-            return True  # it can be read once only
-        found = checksum(next(again, None))
+        found = checksum(next(iter(self.batches), None))
         set_random_state(now)
         return found == self.first
 

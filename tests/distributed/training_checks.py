@@ -75,12 +75,15 @@ class Stopped(Exception):
 
 def run(folder, until=None, steps=8, uneven=False, rows=(), sent=None):
     """The losses, weights and generators of a run with dropout, each process with rows and a seed
-    of its own. It dies after update `until`, or sends itself the signal `sent` in update 3.
+    of its own: under DDP, or FSDP2 where the numbers of rows are uneven. It dies after update `until`, or sends itself the signal `sent` in update 3.
     """
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = ff.make_decoder(11, N=1, d_model=16, d_ff=16, h=2, dropout=0.3)
-    placed = nn.parallel.DistributedDataParallel(model)
+    if uneven:
+        for module in (*model.decoder.layers, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    placed = model if uneven else nn.parallel.DistributedDataParallel(model)
     torch.manual_seed(1 + rank)
     numpy.random.seed(1 + rank)
     draw = random.Random(0)

@@ -75,7 +75,8 @@ class Stopped(Exception):
 
 def run(folder, until=None, steps=8, uneven=False, rows=(), sent=None):
     """The losses, weights and generators of a run with dropout, each process with rows and a seed
-    of its own: under DDP, or FSDP2 where the numbers of rows are uneven. It dies after update `until`, or sends itself the signal `sent` in update 3.
+    of its own: under DDP, or under FSDP2 where the numbers of rows are uneven. It dies after update
+    `until`, or sends itself the signal `sent` in update 3.
     """
     rank = dist.get_rank()
     torch.manual_seed(0)

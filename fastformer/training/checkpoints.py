@@ -86,12 +86,11 @@ class Checkpoints:
             raise ValueError(f"every is {every}; expected a time above 0")
         self.resumed_from: Path | None = None
         self._folder, self._every = Path(folder), every
-        self._settings = {name: x for name, x in settings.items() if name != "steps"}
+        rest = {name: x for name, x in settings.items() if name != "steps"}
         try:
-            json.dumps(self._settings)
+            self._settings = json.loads(json.dumps(rest))
         except TypeError as error:
-            message = f"settings holds {self._settings}; expected values of JSON: {error}"
-            raise TypeError(message) from None
+            raise TypeError(f"settings holds {rest}; expected values of JSON: {error}") from None
         self._state: tuple[Any, ...] = ()
         self._saved = 0  # steps of the newest checkpoint of this run
         self._started = time.monotonic()  # when it was saved
@@ -101,28 +100,31 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Optimizer,
         scheduler: LRScheduler | None = None,
-        more: Any = None,
+        more: dict[str, Any] | None = None,
         own: Any = None,
         *,
+        settings: Mapping[str, Any] | None = None,
         resume: bool = True,
     ) -> tuple[int, list[Tensor]]:
         """Load the newest checkpoint that can be read, if there is one, into the model, optimizer
         and scheduler of the run; return its number of steps and their losses.
 
-        more: an object whose state_dict() is saved as well, and loaded by its load_state_dict.
-        own: another one, of which each process saves and loads its own. Its load_state_dict gets
-        None from a checkpoint that has none, and raises ValueError for that of another run.
+        more: a dict that is saved as well; its values are replaced by those of the checkpoint.
+        own: an object whose state_dict() each process saves, to be loaded by its load_state_dict,
+        which may raise ValueError, "what the checkpoint has; expected ..", for that of another run.
+        settings: further ones, which each process saves and compares.
         resume: False deletes the checkpoints in the folder, and begins a new run.
 
         A warning names the checkpoints that cannot be read.
 
-        Raises ValueError, on all ranks, if the settings of the checkpoint differ, it is of another
-        version, has more steps than the run, `own` refuses it on a rank, the checkpoints differ
-        between the ranks, or none in the folder can be read.
+        Raises ValueError, on all ranks, if settings of the checkpoint differ, it is of another
+        version, has more steps than the run, `own` refuses it, the checkpoints differ between the
+        ranks, or none in the folder can be read.
         """
         from torch.distributed.checkpoint import CheckpointException
 
         self._state = model, optimizer, scheduler, more, own
+        self._settings |= settings or {}
         self._started = time.monotonic()
         steps = self._found()
         for rank, theirs in enumerate(seen := _gathered(steps)):
@@ -188,12 +190,17 @@ class Checkpoints:
     def _save(self, losses: Sequence[Tensor]) -> None:
         import torch.distributed.checkpoint as dcp
 
-        _, _, _, _, own = self._state
-        rank, world = _place()
-        settings = {"format": FORMAT, "processes": world, "settings": self._settings}
+        own, (rank, world) = self._state[-1], _place()
         position = None if own is None else own.state_dict()
-        saved = torch.stack(list(losses)).cpu(), random_state(), position
-        state = self._shared() | {"settings": json.dumps(settings), f"process-{rank}": saved}
+        state = self._shared() | {
+            "settings": json.dumps({"format": FORMAT, "processes": world}),
+            f"process-{rank}": (
+                self._settings,
+                torch.stack(list(losses)),
+                random_state(),
+                position,
+            ),
+        }
         path = self._folder / f"step-{len(losses)}"
         with warnings.catch_warnings():
             for expected in (_ALONE, _REPLACED):
@@ -224,31 +231,13 @@ class Checkpoints:
         if found.get("format") != FORMAT:
             version = found.get("format")
             raise ValueError(f"checkpoint {path} has format {version!r}; expected {FORMAT!r}")
-        for name, ours in json.loads(json.dumps(self._settings)).items():
-            theirs = found["settings"].get(name)
-            if theirs != ours:
-                raise ValueError(
-                    f"checkpoint {path} has {name} {theirs}; expected {ours}, resume=False, or "
-                    "another folder"
-                )
-        if done > self._steps:
-            raise ValueError(
-                f"steps is {self._steps}; expected at least the {done} that checkpoint {path} has, "
-                "resume=False, or another folder"
-            )
-        model, optimizer, scheduler, more, own = self._state
+        model, optimizer, scheduler, more, _ = self._state
         rank, processes = _place()[0], found["processes"]
         name = f"process-{rank if rank < processes else 0}"
-        losses, random, position = _read({name: ()}, path)[name]
-        refusal = None
-        try:
-            if own is not None:
-                own.load_state_dict(position)
-        except ValueError as error:
-            refusal = f"checkpoint {path} is of another run: {error}"
-        refusals = [x for x in _gathered(refusal) if x is not None]
-        if refusals:  # raised on all ranks, so that none is left waiting
-            raise ValueError(f"{refusals[0]}; expected the same, resume=False, or another folder")
+        settings, losses, random, position = _read({name: ()}, path)[name]
+        refusals = filter(None, _gathered(self._refusal(done, settings, position)))
+        for refusal in refusals:  # raised on all ranks, so that none is left waiting
+            raise ValueError(f"checkpoint {path} has {refusal}, resume=False, or another folder")
         state = _read(self._shared(), path)
         parts = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         set_state_dict(model, optimizer, **parts)
@@ -257,8 +246,26 @@ class Checkpoints:
         if len(set(_gathered(torch.initial_seed()))) == 1 or rank < processes:
             set_random_state(random)
         if more is not None:
-            more.load_state_dict(state["more"])
+            more |= state["more"]
         return list(losses.to(next(model.parameters()).device))
+
+    def _refusal(self, done: int, settings: dict[str, Any], position: Any) -> str | None:
+        """Return what a checkpoint has of another run; if it has nothing, load the position."""
+        own = self._state[-1]
+        if own is not None and position is None:
+            return "no position in the data; expected one that the same loop has saved"
+        if done > self._steps:
+            return f"{done} steps; expected {self._steps} or fewer"
+        for name in self._settings | settings:
+            theirs, ours = settings.get(name), self._settings.get(name)
+            if theirs != ours:
+                return f"{name} {theirs}; expected {ours}"
+        try:
+            if own is not None:
+                own.load_state_dict(position)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _shared(self) -> dict[str, Any]:
         """Return what all processes save together."""
@@ -271,7 +278,7 @@ class Checkpoints:
             "model": parameters,
             "optimizer": moments,
             "scheduler": {} if scheduler is None else _numbers(scheduler.state_dict()),
-            "more": {} if more is None else more.state_dict(),
+            "more": more or {},
         }
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from types import NoneType, SimpleNamespace
+from types import NoneType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,7 +30,7 @@ from fastformer import checks
 from fastformer.nn.transformer import Generator
 from fastformer.training.batches import Batch
 from fastformer.training.checkpoints import Checkpoints, is_first, random_state, set_random_state
-from fastformer.training.settings import checksum, difference, settings_of, text, unwrapped
+from fastformer.training.settings import checksum, settings_of, unwrapped
 from fastformer.training.training import LabelSmoothing, SimpleLossCompute, run_epoch
 
 Row = dict[str, Any]
@@ -157,12 +157,14 @@ def fit(
         patience, checkpoints, log, report, report_every, accumulation_steps,
         partial(run_epoch, model=model, progress=False, **options),
     )  # fmt: skip
-    training.settings |= {
-        "accumulation_steps": accumulation_steps, "max_grad_norm": max_grad_norm,
-        "autocast": str(autocast), "loss_compute": text(loss_compute),
-        "criterion": text(getattr(loss_compute, "criterion", None)),
-    }  # fmt: skip
-    if training.begin(checks.require_flag("resume", resume), progress is not False):
+    settings = dict(
+        accumulation_steps=accumulation_steps, max_grad_norm=max_grad_norm, autocast=str(autocast),
+        scaler=scaler is not None, patience=patience is not None,
+        processes=dist.get_world_size() if dist.is_initialized() else 1,
+        **settings_of(model, optimizer, scheduler, batches, loss_compute),
+    )  # fmt: skip
+    resume = checks.require_flag("resume", resume)
+    if training.begin(resume, settings, progress is not False):
         with _interrupted_between_updates(training):
             run_epoch(
                 training, model.train(), optimizer=optimizer, scheduler=scheduler, scaler=scaler,
@@ -231,7 +233,6 @@ class _Training:
     random: Any = None  # the state of the generators at the start of the epoch
     first: int | None = None  # the checksum of the first batch of the epoch
     weights: dict[str, Any] = field(default_factory=dict)  # the best ones, with patience
-    settings: dict[str, Any] = field(default_factory=dict)  # see settings.py
     interrupted: bool = False
 
     def __post_init__(self) -> None:
@@ -267,23 +268,14 @@ class _Training:
 
     # ------------------------------------------------------------------------------ the batches
 
-    def begin(self, resume: bool, printed: bool) -> bool:
+    def begin(self, resume: bool, settings: dict[str, Any], printed: bool) -> bool:
         """Resume from a checkpoint, if there is one; return whether an update is left."""
         self.random = random_state()
         self._keep_weights()
-        if self._compared:
-            self.settings |= {
-                "processes": dist.get_world_size() if dist.is_initialized() else 1,
-                "scaler": self.scaler is not None,
-                "patience": self.patience is not None,
-                **settings_of(self.model, self.optimizer, self.scheduler, self.batches),
-            }
         if self.checkpoints is not None:
-            best = SimpleNamespace(
-                state_dict=lambda: self.weights, load_state_dict=lambda x: self.weights.update(x)
-            )
-            state = self.model, self.optimizer, self.scheduler, best, self
-            done, self.losses = self.checkpoints.begin(*state, resume=resume)
+            state = self.model, self.optimizer, self.scheduler, self.weights, self
+            compared = settings if self._compared else {}
+            done, self.losses = self.checkpoints.begin(*state, settings=compared, resume=resume)
             if done and printed and self._compared:
                 print(f"resumed from step {done}, {self.checkpoints.resumed_from}", flush=True)
         self._writers = [self.report] if self.report is not None else []
@@ -432,7 +424,7 @@ class _Training:
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
             state = get_model_state_dict(self.model)
-            self.weights = {
+            self.weights |= {
                 name: x.detach().clone() if isinstance(x, Tensor) else x
                 for name, x in state.items()
             }
@@ -446,24 +438,19 @@ class _Training:
         position = {name: getattr(self, name) for name in self._SAVED}
         parts: Any = self.batches, self.valid, self.scaler
         states = [x.state_dict() if _has_state(x) else None for x in parts]
-        steps = len(self.losses)
-        return dict(position=position, states=states, settings=self.settings, steps=steps)
+        return dict(position=position, states=states, steps=len(self.losses))
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. Raise ValueError if it is not of this run."""
-        if state is None:
-            raise ValueError("it has no position in the data")
-        position, steps = state["position"], state["steps"]
-        problem = difference(self.settings, state["settings"]) if self._compared else None
-        if self.steps is not None and steps > self.steps:
-            problem = f"steps is {self.steps}, and {steps} are trained"
-        if self.epochs is not None and (position["epoch"], position["batch"]) > (self.epochs, 0):
-            problem = f"epochs is {self.epochs}, and more are trained"
-        vars(self).update(position)
-        if problem is None and self._compared and not self._begins_as_before():
-            problem = "batches begins with another batch than in this epoch of the run"
-        if problem is not None:
-            raise ValueError(problem)
+        vars(self).update(state["position"])
+        if self.steps is not None and state["steps"] > self.steps:
+            raise ValueError(f"{state['steps']} steps; expected {self.steps} or fewer")
+        if self.epochs is not None and (self.epoch, self.batch) > (self.epochs, 0):
+            raise ValueError(
+                f"epoch {self.epoch + 1} begun; expected {self.epochs} epochs or fewer"
+            )
+        if self._compared and not self._begins_as_before():
+            raise ValueError("another first batch of the epoch; expected the same data")
         for x, saved in zip((self.batches, self.valid, self.scaler), state["states"]):
             if saved is not None and _has_state(x):
                 x.load_state_dict(saved)  # type: ignore[union-attr]

@@ -28,19 +28,22 @@ def unwrapped(model: Any) -> Any:
             return model
 
 
-def settings_of(model: nn.Module, optimizer: Any, scheduler: Any, batches: Any) -> dict[str, Any]:
-    """Return the seed, and texts of the modules, the optimizer, the schedule and the batches."""
-    modules = [(f"model.{name}".rstrip("."), x) for name, x in unwrapped(model).named_modules()]
-    groups = [
-        {name: text(x) for name, x in group.items() if name in ("initial_lr", "weight_decay")}
-        for group in optimizer.param_groups
-    ]
+def settings_of(
+    model: nn.Module, optimizer: Any, scheduler: Any, batches: Any, loss_compute: Any
+) -> dict[str, Any]:
+    """Return the seed, and texts of the modules, the optimizer, the schedule, the batches and the
+    loss.
+    """
+    modules = {f"model.{name}": text(x) for name, x in unwrapped(model).named_modules()}
+    rates = [[x.get("initial_lr"), x.get("weight_decay")] for x in optimizer.param_groups]
     return {
         "seed": torch.initial_seed(),
-        **{name: text(x) for name, x in modules},
-        "optimizer": f"{type(optimizer).__name__} {text(optimizer.defaults)} {groups}",
-        "scheduler": None if scheduler is None else _schedule(scheduler),
+        **modules,
+        "optimizer": f"{type(optimizer).__name__}({text(optimizer.defaults)}, {text(rates)})",
+        "scheduler": text(scheduler) if scheduler is None else _schedule(scheduler),
         "batches": text(batches.settings if hasattr(batches, "settings") else _length(batches)),
+        "loss_compute": text(loss_compute),
+        "criterion": text(getattr(loss_compute, "criterion", None)),
     }
 
 
@@ -48,19 +51,19 @@ def text(x: Any) -> str:
     """Return the numbers and words that an object holds, and the shapes of a module's tensors."""
     if isinstance(x, _PLAIN):
         return repr(x)
+    if isinstance(x, nn.Parameter):
+        return f"{str(x.dtype)[6:]}{list(x.shape)}"
     if isinstance(x, torch.Tensor):
-        return repr(x.item()) if x.dim() == 0 else f"{str(x.dtype)[6:]}{list(x.shape)}"
+        return str(x.tolist())
     if isinstance(x, (list, tuple)):
         return f"[{', '.join(map(text, x))}]"
     if isinstance(x, dict):
         return ", ".join(f"{name}={text(value)}" for name, value in x.items())
-    held: dict[str, Any] = {
-        k: v for k, v in getattr(x, "__dict__", {}).items() if isinstance(v, _PLAIN)
-    }
-    if isinstance(x, nn.Module):
-        held |= dict(x.named_parameters(recurse=False))
-    held = {k: v for k, v in held.items() if not k.startswith("_") and k != "training"}
-    return f"{type(x).__name__}({text(held)})"
+    held: dict[str, Any] = getattr(x, "__dict__", {})
+    held = {k: v for k, v in held.items() if isinstance(v, _PLAIN)}
+    held |= x._parameters if isinstance(x, nn.Module) else {}
+    public = {k: v for k, v in held.items() if k[0] != "_" and k != "training"}
+    return f"{type(x).__name__}({text(public)})"
 
 
 def _schedule(scheduler: Any) -> str:
@@ -71,12 +74,10 @@ def _schedule(scheduler: Any) -> str:
     return f"{type(scheduler).__name__}({text(kept | dict(rates=rates))})"
 
 
-def _length(batches: Any) -> str | None:
+def _length(batches: Any) -> int | None:
     """Return the number of batches, where it is known and the same in each epoch."""
-    if hasattr(batches, "load_state_dict"):
-        return None
     try:
-        return f"{len(batches)} batches"
+        return None if hasattr(batches, "load_state_dict") else len(batches)
     except TypeError:
         return None
 
@@ -88,11 +89,3 @@ def checksum(batch: Any) -> int:
         content = x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         found = zlib.crc32(content, zlib.crc32(repr(x.shape).encode(), found))
     return found
-
-
-def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """Return the first difference of two settings in words, or None."""
-    for name in {**ours, **theirs}:
-        if ours.get(name) != theirs.get(name):
-            return f"{name} is {ours.get(name)}, and was {theirs.get(name)}"
-    return None

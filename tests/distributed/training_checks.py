@@ -127,7 +127,7 @@ def resumed_fit(folder):
         torch.testing.assert_close((losses, weights), (others, other_weights), rtol=0, atol=0)
         assert not torch.equal(states[0], other_states[0])  # each drops elements of its own
     own = [[1, 3, 2]] if dist.get_rank() == 1 else []
-    message = "step-8 is of another run: batches is rows=1[0-9], .*, and was rows=1"
+    message = "step-8 has batches rows=1[0-9], .*; expected rows=1"
     refused(message, lambda: run(parts, uneven=True, rows=own))
 
 

@@ -72,7 +72,7 @@ def test_what_is_refused_by_name(tmp_path, monkeypatch):
             {**SETTINGS, "d_model": 4},
             f"checkpoint {path} has d_model 3; expected 4, resume=False, or",
         ),
-        ({**SETTINGS, "steps": 3}, f"steps is 3; expected at least the 4 that checkpoint {path}"),
+        ({**SETTINGS, "steps": 3}, f"checkpoint {path} has 4 steps; expected 3 or fewer, res"),
     ):
         with pytest.raises(ValueError, match=words):
             trained(tmp_path, settings)

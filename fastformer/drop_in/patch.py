@@ -31,9 +31,7 @@ from fastformer.drop_in.replacements.rotary import (
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
 from fastformer.drop_in.replacements.sublayers import FusedSequential, sequence, unfit
 from fastformer.drop_in.replacements.transformers_layers import (
-    FusedClampedGate,
     FusedModelWithLoss,
-    has_clamped_gate,
     has_loss,
     unknown_loss,
     unknown_structure,
@@ -62,9 +60,8 @@ def accelerate(
     the Annotated Transformer: it recognizes them by their attributes (linears.0 .. 3 with h and
     d_k; a_2 and b_2; w_1 and w_2) and confirms them by comparing with a trial run of the original
     in float64. In the same way it replaces the RMSNorms, rotary positions and gated feed-forwards
-    of Hugging Face's models; a sigmoid gate of the attention output, as in Qwen3-Next, runs on
-    `gated_activation`; and a model whose loss is the cross-entropy of its logits computes it by
-    `cross_entropy`. The layers of transformers whose source it knows, and an nn.Sequential
+    of Hugging Face's models; and a model whose loss is the cross-entropy of its logits computes it
+    by `cross_entropy`. The layers of transformers whose source it knows, and an nn.Sequential
     that holds Linear, activation, dropout, Linear, run on `feed_forward`, `dropout_add_layer_norm`
     and `dropout_add_rms_norm`. Only the class of each module changes: parameters, buffers, hooks,
     state dict, signature and defaults stay.
@@ -345,8 +342,6 @@ def _of_transformers(module: nn.Module) -> type[Accelerated] | str | None:
         return disagreement_of(functions) or FusedRotaryAttention
     elif reason := unknown_rotation(type(module)):
         return reason
-    elif has_clamped_gate(module):
-        kind = FusedClampedGate
     elif known_methods(type(module)):
         reason, kind = unfit_parts(module), FusedMethods
     elif type(module) is nn.Sequential and (found := sequence(list(module))):
@@ -372,7 +367,7 @@ def _recognized(module: nn.Module) -> type[Accelerated] | str | None:
 
 def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
     """Return which attribute of the module has a name that the kind needs for itself, or None."""
-    ours, theirs = {"_fallbacks"}, {"forward", "attn", "loss_function", "_apply_gate"}
+    ours, theirs = {"_fallbacks"}, {"forward", "attn", "loss_function"}
     for cls in kind.__mro__:
         if issubclass(cls, Accelerated):
             ours |= {name for name in vars(cls) if name[:2] != "__"} - theirs

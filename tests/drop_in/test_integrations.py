@@ -161,36 +161,6 @@ def test_against_eager(make, padding, device):
         check(make().to(device), inputs(make, padding, device))
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_the_experts_of_gpt_oss(implementation, backend, device):
-    """Their clamped SwiGLU is one op, in outputs and gradients theirs; another gate stays."""
-    model = gpt_oss().to(device).float()
-    model.set_experts_implementation(implementation)
-    experts = model.model.layers[0].mlp.experts
-    other = model.model.layers[1].mlp.experts
-    other.__dict__["_apply_gate"] = lambda gate_up: gate_up[..., ::2] * gate_up[..., 1::2]
-    x = torch.randn(1, 5, 32, device=device).requires_grad_()
-    given = torch.tensor([[0], [1], [1], [0], [1]], device=device), torch.rand(5, 1, device=device)
-    experts.limit = 0.02  # some values on either side
-
-    def results():
-        out = experts(x[0], *given)
-        return out, *torch.autograd.grad(out.sin().sum(), [x, *experts.parameters()])
-
-    want = results()
-    report = ff.accelerate(model)
-    assert report.replaced["model.layers.0.mlp.experts"] == "GptOssExperts"
-    assert "model.layers.1.mlp.experts" not in report.replaced
-    have = results()
-    for a, b in zip(have, want):
-        torch.testing.assert_close(a, b)
-    assert not report.fallbacks.get("model.layers.0.mlp.experts")
-    rows = ff.explain(experts, x[0], *given).rows
-    assert rows and {row[1] for row in rows} == {"gated_activation"}
-    ff.restore(model)
-    assert "_apply_gate" not in vars(experts) and type(experts).__name__ == "GptOssExperts"
-
-
 @pytest.mark.parametrize("make", [*TEXT, vit, gemma2, gpt_oss], ids=lambda make: make.__name__)
 def test_on_the_kernels(make, device):
     with ff.use_backend("triton"):

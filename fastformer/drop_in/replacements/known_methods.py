@@ -279,19 +279,13 @@ def digest(method: FunctionType) -> str | None:
     return _digest(method.__code__)
 
 
-def definition_of(code: CodeType) -> ast.FunctionDef | None:
-    """Return the syntax tree of a function, or None if its source cannot be read."""
+@functools.cache
+def _digest(code: CodeType) -> str | None:
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
-    return definition if isinstance(definition, ast.FunctionDef) else None
-
-
-@functools.cache
-def _digest(code: CodeType) -> str | None:
-    definition = definition_of(code)
-    if definition is None:
+    if not isinstance(definition, ast.FunctionDef):
         return None
     for node in ast.walk(definition.args):
         if isinstance(node, ast.arg):

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.dispatch import backends
-from fastformer.drop_in.replacements import output_gate
 from fastformer.drop_in.replacements.base import AnySignature, unsupported_tensor
 from fastformer.ops import functional
 
@@ -208,9 +207,7 @@ def disagreement_of(functions: dict[str, Rotation]) -> str | None:
 
 
 class FusedRotaryAttention(AnySignature):
-    """An attention layer of Hugging Face: its own forward, with the rotary positions, and a sigmoid
-    gate of the output (output_gate.py), by the ops.
-    """
+    """An attention layer of Hugging Face: its own forward, with the rotary positions by the op."""
 
     @classmethod
     def _source(cls, original: type[nn.Module]) -> tuple[Any, ...]:
@@ -220,9 +217,8 @@ class FusedRotaryAttention(AnySignature):
     def _forward_for(cls, original: type[nn.Module]) -> Callable[..., Any]:
         own = original.forward
         assert isinstance(own, FunctionType)
-        names = {**own.__globals__, **rotations(original), output_gate.NAME: output_gate.gated}
+        names = {**own.__globals__, **rotations(original)}
         names.pop("__name__", None)  # by it torch.compile would find the module's own globals
-        code = output_gate.with_gates(own)
-        made = FunctionType(code, names, own.__name__, own.__defaults__, own.__closure__)
+        made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
         made.__kwdefaults__ = own.__kwdefaults__
         return functools.update_wrapper(made, own)

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -186,43 +186,6 @@ class FusedGatedFeedForward(Recognized, AnySignature):
             name: nn.Linear(*size, device=device, dtype=torch.float64)
             for name, size in zip(names, sizes, strict=True)
         }
-
-
-class FusedClampedGate(AnySignature):
-    """The experts of gpt-oss: one kernel computes the clamped SwiGLU between their products."""
-
-    alpha: float
-    limit: float
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._original.forward(self, *args, **kwargs)
-
-    def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        reason = unsupported_tensor(gate_up)
-        if reason is not None:
-            record_fallback(self, type(self).__name__, reason)
-            return self._original._apply_gate(self, gate_up)  # type: ignore[attr-defined]
-        form: Any = dict(alpha=self.alpha, limit=self.limit, offset=1.0)
-        with ops_of(self):
-            return functional.gated_activation(gate_up[..., ::2], gate_up[..., 1::2], **form)
-
-
-def has_clamped_gate(module: nn.Module) -> bool:
-    """Return whether a method of the module computes what `FusedClampedGate` does, by a trial."""
-    alpha, limit = (module.__dict__.get(name) for name in ("alpha", "limit"))
-    gate: Any = getattr(type(module), "_apply_gate", None)
-    if gate is None or "_apply_gate" in module.__dict__:
-        return False
-    if type(alpha) not in (int, float) or type(limit) not in (int, float):
-        return False
-    try:
-        with torch.no_grad(), backends.use_backend("reference"):
-            x = torch.linspace(-2.0, 2.0, 24, dtype=torch.float64, device="cpu").view(2, 12)
-            x = x * cast(float, limit)  # on both sides of it
-            ours = FusedClampedGate._apply_gate(cast(Any, module), x)
-            return torch.allclose(gate(module, x), ours, rtol=1e-7, atol=1e-7)
-    except Exception:  # whatever the user's code raises
-        return False
 
 
 def _projections(module: nn.Module) -> tuple[str, ...] | None:

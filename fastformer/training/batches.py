@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import random
 import zlib
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -217,11 +216,10 @@ class token_batches:
         found = 0
         for row in self._data:
             for x in row if _is_pair(row) else [row]:
-                found = zlib.crc32(array("q", map(int, x)).tobytes(), found)
-        return dict(
-            rows=len(self._data), checksum=found, tokens=self._tokens, padding=self.padding_idx,
-            packed=self._packed, shuffle=self._shuffle, seed=self._seed,
-        )  # fmt: skip
+                found = zlib.crc32(torch.as_tensor(x).long().numpy().tobytes(), found)
+        flags = dict(packed=self._packed, shuffle=self._shuffle, padding_idx=self.padding_idx)
+        numbers = dict(tokens=self._tokens, seed=self._seed)
+        return dict(rows=len(self._data), checksum=found, **numbers, **flags)
 
     def _length(self, i: int) -> int:
         """Return the tokens for which a row or pair counts."""

@@ -157,7 +157,7 @@ def fit(
         patience, checkpoints, log, report, report_every, accumulation_steps,
         partial(run_epoch, model=model, progress=False, **options),
     )  # fmt: skip
-    settings = dict(
+    settings: dict[str, Any] = {} if checkpoints is None else dict(
         accumulation_steps=accumulation_steps, max_grad_norm=max_grad_norm, autocast=str(autocast),
         scaler=scaler is not None, patience=patience is not None,
         processes=dist.get_world_size() if dist.is_initialized() else 1,
@@ -181,13 +181,9 @@ def fit(
 @contextmanager
 def _interrupted_between_updates(training: _Training) -> Iterator[None]:
     """Let the first Ctrl-C of a run with checkpoints wait for the end of an update."""
-    usual = signal.getsignal(signal.SIGINT)
+    usual, own = signal.getsignal(signal.SIGINT), os.getpid()
     in_main = threading.current_thread() is threading.main_thread()
-    if training.checkpoints is None or usual is not signal.default_int_handler or not in_main:
-        yield
-        return
-
-    own = os.getpid()
+    waits = usual is signal.default_int_handler and training.checkpoints is not None and in_main
 
     def handle(*_: Any) -> None:
         training.interrupted = True
@@ -196,11 +192,13 @@ def _interrupted_between_updates(training: _Training) -> Iterator[None]:
             message = "Ctrl-C: a checkpoint is saved first; again ends the run at once"
             print(message, file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGINT, handle)
+    if waits:
+        signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
+        if waits:
+            signal.signal(signal.SIGINT, usual)
 
 
 @dataclass

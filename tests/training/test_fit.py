@@ -482,7 +482,7 @@ REFUSED = {  # what is changed, and the words of the refusal
     "a depth": (dict(model=dict(N=2)), r"layers.1 None; expected EncoderLayer\("),
     "a seed": (dict(seed=1), "seed 0; expected 1"),
     "a batch size": (dict(batches=dict(tokens=20)), "batches .*tokens=16, .*; expected .*=20, "),
-    "the order": (dict(batches=dict(seed=1)), "batches .*seed=0; expected .*seed=1"),
+    "the order": (dict(batches=dict(seed=1)), "batches .*seed=0, .*; expected .*seed=1, "),
     "one token": (dict(data=[*ROWS[:-1], [8, *ROWS[-1][1:]]]), "batches rows=6, checksum="),
     "fewer rows": (dict(data=ROWS[:-1]), "batches rows=6, .*; expected rows=5"),
     "fewer epochs": (dict(epochs=1), "epoch 3 begun; expected 1 epochs or fewer"),

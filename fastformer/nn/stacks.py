@@ -95,6 +95,7 @@ class Encoder(_Stack):
         kinds = RotaryEmbedding, NoneType
         require_instance("rotary", rotary, kinds, "a RotaryEmbedding or None")
         self.rotary = rotary
+        self.register_load_state_dict_post_hook(_place_table)
 
     def forward(
         self,
@@ -111,6 +112,16 @@ class Encoder(_Stack):
             start = 0 if cache is None else cache.start()
             options["rotary"] = self.rotary(x, mask if isinstance(mask, Packing) else start)
         return self._run(EncoderLayer, x, mask, seeds=_seeds, cache=cache, **options)
+
+
+def _place_table(stack: Encoder, _: object) -> None:
+    """Compute the table of positions where the weights are, which load_state_dict(assign=True) may
+    have replaced by those of another device: a model that is built on meta has no other table.
+    """
+    weight = next(stack.parameters(), None)
+    if stack.rotary is None or weight is None or stack.rotary.table.device == weight.device:
+        return
+    stack.rotary.to_empty(device=weight.device).to(weight.dtype)
 
 
 class Decoder(_Stack):

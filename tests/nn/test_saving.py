@@ -76,6 +76,21 @@ def test_a_model_comes_back_with_its_weights(make, tmp_path):
     assert [n for n, _ in loaded.named_parameters()] == names  # shared weights are shared again
 
 
+def test_a_model_built_on_meta_takes_weights():
+    """With its tables of positions, which are no part of the state dict if they are rotary."""
+    for kind in ("make_model", "make_decoder", "make_decoder, rotary", "rotary in float64"):
+        model = MODELS[kind]()
+        for assign in (True, False):
+            with torch.device("meta"):
+                empty = MODELS[kind]()
+            if not assign:
+                empty = empty.to_empty(device="cpu").to(next(model.parameters()).dtype)
+            empty.load_state_dict(model.state_dict(), assign=assign)
+            assert torch.equal(outputs(empty), outputs(model)), (kind, assign)
+            for have, want in zip(empty.buffers(), model.buffers(), strict=True):
+                assert have.dtype == want.dtype and torch.equal(have, want)
+
+
 def test_saving_again_replaces_the_model_and_a_failure_keeps_it(tmp_path, monkeypatch):
     first, second, folder = MODELS["make_model"](), MODELS["make_decoder"](), tmp_path / "model"
     folder.mkdir()

@@ -8,7 +8,8 @@ names in their schemas decide how they are paired:
         bool[] needs) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)
 
 An output `x` is differentiable if the backward has an argument `grad_x`. The caller gets the
-differentiable outputs; if the op has an argument `return_x`, the caller gets x only if it is True.
+differentiable outputs, and after them those with an argument `return_x`; with such an argument, the
+caller gets x only if it is True.
 The backward's other arguments are inputs and outputs of the forward by name, and are saved for it.
 The record of an op may name inputs that a call does not save (`unsaved`).
 An optional `grad_x` is None if nothing depends on x. `needs` has a bool for each gradient that the
@@ -71,7 +72,8 @@ class _Pair:
 
         differentiable = [i for i, name in enumerate(outputs) if "grad_" + name in wanted]
         self.n_outputs = len(differentiable)
-        self.outputs = outputs[: self.n_outputs]
+        asked = [name for name in outputs if "return_" + name in self.arguments]
+        self.outputs = [name for name in outputs if "grad_" + name in wanted or name in asked]
         assert differentiable == list(range(self.n_outputs)), f"{op}: differentiable outputs first"
         incoming = self.backward._schema.arguments[: self.n_outputs]
         self.optional = [isinstance(a.type, torch._C.OptionalType) for a in incoming]

@@ -386,31 +386,37 @@ def _sums_ahead(reduction: str, entropy: bool) -> bool:
 
 
 def _fake_linear(input, linear_weight, target, linear_bias, *rest):
-    *options, needs = rest
+    *options, return_argmax, needs = rest
     loss, entropy, lse, totals = _fake_statistics(input, target, options)
     saved = [want and _sums_ahead(options[0], options[-1]) for want in needs]
-    return loss, entropy, lse, totals, *gradients_of(input, linear_weight, linear_bias, saved)
+    sums = gradients_of(input, linear_weight, linear_bias, saved)
+    return loss, entropy, target.new_empty(target.shape if return_argmax else 0), lse, totals, *sums
 
 
-_LINEAR = f"Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, {_OPTIONS}"
+_LINEAR = (
+    f"Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, {_OPTIONS}, "
+    "bool return_argmax"
+)
 
 
 @register(
-    f"linear_cross_entropy({_LINEAR}, bool[] needs) -> (Tensor loss, Tensor entropy, Tensor lse, "
-    "Tensor totals, Tensor sum_input, Tensor sum_weight, Tensor sum_bias)",
+    f"linear_cross_entropy({_LINEAR}, bool[] needs) -> (Tensor loss, Tensor entropy, "
+    "Tensor argmax, Tensor lse, Tensor totals, Tensor sum_input, Tensor sum_weight, "
+    "Tensor sum_bias)",
     _fake_linear,
 )
 def linear_forward(input, linear_weight, target, linear_bias, *rest):
-    """Return loss, entropy, lse, totals, and for mean and sum the wanted gradients, chunk of tokens
-    by chunk.
+    """Return loss, entropy, argmax, lse, totals, and for mean and sum the wanted gradients, chunk
+    of tokens by chunk.
     """
-    *options, needs = rest
+    *options, return_argmax, needs = rest
     v, n = linear_weight.shape
     loss, reduction, weight = _loss_of(v, options)
     x, dtype = input.reshape(target.numel(), n), accumulator(input)
     flat, weight = _as_read(target, weight, dtype)
     rows = input.new_empty(len(x), dtype=dtype)
     lse, entropy = loss.statistics(rows), torch.empty_like(rows) if loss.entropy else None
+    argmax = target.new_empty(target.shape if return_argmax else 0)
     wanted = [want and _sums_ahead(reduction, loss.entropy) for want in needs]
     sums = gradients_of(input, linear_weight, linear_bias, wanted)
     totals, chunk = _totals_of(flat, loss, reduction, weight, dtype), chunk_of(x, v)
@@ -418,6 +424,8 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
         for first in range(0, len(x), chunk):
             part = slice(first, first + chunk)
             logits = linear(x[part], linear_weight, linear_bias)
+            if return_argmax:  # before the kernel overwrites the logits
+                torch.argmax(logits, -1, out=argmax.view(-1)[part])
             # the gradients of the sum: those of the mean would underflow in float16
             more = totals, logits if any(wanted) else None, weight
             of_rows = None if entropy is None else entropy[part]
@@ -426,7 +434,7 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
                 accumulate(logits, x[part], linear_weight, sums, wanted, part)
             del logits, more  # before the logits of the next chunk
     found = rows.new_empty(0) if entropy is None else entropy.view(target.shape)
-    return reduced(rows, totals, target.shape, reduction), found, lse, totals, *sums
+    return reduced(rows, totals, target.shape, reduction), found, argmax, lse, totals, *sums
 
 
 def fake_gradients(needs, *inputs):
@@ -457,7 +465,7 @@ def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linea
     """Scale the gradients of the forward by grad_loss, and for mean by 1 / divisor. For none, and
     with entropies, compute them one chunk of tokens at a time.
     """
-    *options, lse, totals, dinput, dw, db, needs = rest
+    *options, _, lse, totals, dinput, dw, db, needs = rest
     v, n = linear_weight.shape
     loss, reduction, weight = _loss_of(v, options)
     factor = grad_loss

@@ -392,6 +392,13 @@ def refusals(folder):
         ),
         r"swiglu: w has 12 rows; expected a multiple of twice the 4": hidden("swiglu", 6),
         r"d_ff is sharded over several dimensions": hidden("swiglu", 64, square),
+        r"return_argmax is given with DTensors; expected plain tensors": op(
+            "linear_cross_entropy",
+            input=(x, mesh, [Shard(0)]),
+            linear_weight=drawn(5, 8),
+            target=torch.zeros(4, 4, dtype=torch.long),
+            return_argmax=True,
+        ),
         r"embed: 24 features .* 4 devices; with dropout, expected a multiple of 4": op(
             "embed",
             tokens=torch.zeros(2, 3, dtype=torch.long),

@@ -201,6 +201,53 @@ def test_strided_targets(backend, device, reduction):
         assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("case", ["every option, none", "plain", "kl without a padding class"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_class_of_the_largest_logit(backend, device, against_oracle, monkeypatch, case, dtype):
+    """Of every row, an ignored one too, and the first of equal ones, in several chunks; beside the
+    loss, the entropy and their gradients.
+    """
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
+    monkeypatch.setattr(kernels, "CHUNK", 8)
+    monkeypatch.setattr(reference, "_HELD", 8 * 37)
+    x = {n: t.round().to(dtype) for n, t in linear(21, 24, 37, device=device).items()}  # exact
+    x["input"] = x["input"].view(3, 7, 24)
+    want = F.linear(*(t.double() for t in x.values())).argmax(-1)
+
+    def op(**given):
+        *found, argmax = functional.linear_cross_entropy(**given, return_argmax=True)
+        assert argmax.dtype == torch.int64 and torch.equal(argmax, want)
+        return torch.cat([y.flatten() for y in found])
+
+    options = {n: y.to(device) if n == "weight" else y for n, y in CASES[case].items()}
+    target = target_of(case, 3, 7, classes=37, device=device)
+    against_oracle(op, x, target=target, **options)
+    x["input"], want = x["input"][:, :0], want[:, :0]
+    op(**x, target=target[:, :0])
+
+
+def test_derivatives_beside_the_largest_logit(backend, device):
+    """The second ones are those of the loss alone; in a graph, too, the class has none."""
+    x = linear(5, 8, 7, device=device)
+    leaves, target = [t.requires_grad_() for t in x.values()], targets(5, classes=7, device=device)
+
+    def call(x, **options):
+        return ff.linear_cross_entropy(**x, target=target, return_entropy=True, **options)
+
+    graph = torch.compile(call, fullgraph=True, backend="aot_eager")
+    classes, found = F.linear(*leaves).argmax(-1), []
+    for op, options in ((call, {}), *itertools.product((call, graph), [{"return_argmax": True}])):
+        loss, entropy, *argmax = op(x, **options)
+        assert all(torch.equal(y, classes) and not y.requires_grad for y in argmax)
+        total = loss + entropy.square().sum()
+        grads = torch.autograd.grad(total, leaves, create_graph=op is call)
+        if op is call:
+            grads += torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+        found.append(grads)
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[0][:3], found[2])
+
+
 def test_a_target_past_the_classes(device):
     """It is not checked on a GPU, and never reads out of bounds."""
     kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")

@@ -143,6 +143,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
+    return_argmax: bool = False,
 ) -> Any:
     """Compute cross_entropy(input linear_weight^T + linear_bias, target), chunk by chunk.
 
@@ -159,14 +160,16 @@ def linear_cross_entropy(
         reduction, ignore_index, label_smoothing, smoothing: as in `cross_entropy`.
         weight, z_loss: as in `cross_entropy`; weight has the classes' weights, [V].
         softcap, temperature, return_entropy: as in `cross_entropy`.
+        return_argmax: if True, also return the class with the largest logit of each row, ignored
+            rows included, from which follows the accuracy; the first of equal ones, as in torch.
 
     Returns:
         A scalar, or [...] for "none", in float32 (float64 for float64). The loss, and the gradients
         of weight and bias, are summed in this dtype. With return_entropy, (loss, entropy), as in
-        `cross_entropy`.
+        `cross_entropy`. With return_argmax, the last of them is [...] int64, without a gradient.
 
     Raises:
-        ValueError: as `cross_entropy`; a weight whose width is not N.
+        ValueError: as `cross_entropy`; a weight whose width is not N; return_argmax with DTensors.
         TypeError: dtypes that differ or are not floating, a target that is not int64.
         RuntimeError: as `cross_entropy`.
 
@@ -178,7 +181,8 @@ def linear_cross_entropy(
     labels = reduction, ignore_index, label_smoothing, smoothing
     given = dict(input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     options = weight, z_loss, softcap, temperature, return_entropy
-    return _loss("linear_cross_entropy", given, classes, labels, *options)
+    found = require_flag("return_argmax", return_argmax)
+    return _loss("linear_cross_entropy", given, classes, labels, *options, return_argmax=found)
 
 
 def linear_kl_div(
@@ -295,11 +299,12 @@ def _loss(
     softcap: float | None,
     temperature: float,
     return_entropy: bool,
+    **more: Any,
 ) -> Any:
     """Check the arguments that both losses have, and run the op.
 
     given: the tensors by name, the logits or the input first. labels: reduction, ignore_index,
-    label_smoothing and smoothing.
+    label_smoothing and smoothing. more: options of this op alone, which are checked.
     """
     (name, x), target = next(iter(given.items())), given["target"]
     reduction, ignore_index, label_smoothing, smoothing = labels
@@ -346,12 +351,12 @@ def _loss(
         temperature=require_positive("temperature", temperature),
         return_entropy=require_flag("return_entropy", return_entropy),
     )
-    result = backends.run(op, **given, **options)
+    result = backends.run(op, **given, **options, **more)
     if constant is None:
         return result
-    loss, *entropy = result if return_entropy else (result,)
+    loss, *others = result if isinstance(result, tuple) else (result,)
     loss = loss + backends.replicated_like(constant, loss).to(loss.dtype)
-    return (loss, *entropy) if return_entropy else loss
+    return (loss, *others) if others else loss
 
 
 def _require_weight(weight: Tensor, classes: int, name: str, x: Tensor) -> Tensor:
@@ -422,6 +427,7 @@ backends.register(
         contract=linear_cross_entropy,
         reference=reference.linear_cross_entropy,
         sharding=_SHARDING._replace(gathers={"v": ("input", "target")}),
+        unsharded={**_OF_LOGITS.unsharded, "return_argmax": False},
     ),
     operation.Operation(
         "cross_entropy",

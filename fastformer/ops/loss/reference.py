@@ -29,6 +29,7 @@ def cross_entropy(
     softcap: float | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
+    return_argmax: bool = False,
 ) -> Any:
     v = logits.shape[-1]
     x, flat = logits.reshape(-1, v), target.reshape(-1)
@@ -47,11 +48,14 @@ def cross_entropy(
         kept = flat != ignore_index
         squares = torch.where(kept, z_loss * x.logsumexp(-1).square(), 0.0)
         loss = loss + _reduced(squares.view(target.shape), kept, reduction)
-    if not return_entropy:
-        return loss
-    logp = x.log_softmax(-1).clamp(min=torch.finfo(x.dtype).min)  # 0 times -inf would be NaN
-    entropy = torch.where(flat != ignore_index, -(logp.exp() * logp).sum(-1), 0.0)
-    return loss, entropy.view(target.shape)
+    more = []
+    if return_entropy:
+        logp = x.log_softmax(-1).clamp(min=torch.finfo(x.dtype).min)  # 0 times -inf would be NaN
+        entropy = torch.where(flat != ignore_index, -(logp.exp() * logp).sum(-1), 0.0)
+        more.append(entropy.view(target.shape))
+    if return_argmax:
+        more.append(logits.argmax(-1))
+    return (loss, *more) if more else loss
 
 
 def formed(x: Tensor, softcap: float | None, temperature: float) -> Tensor:
@@ -154,11 +158,12 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
+    return_argmax: bool = False,
 ) -> Any:
     tensors = input, linear_weight, linear_bias
     labels = ignore_index, label_smoothing, smoothing
-    form = softcap, temperature, return_entropy
-    usual = weight is None and not z_loss and form == (None, 1.0, False)
+    form: tuple[Any, ...] = softcap, temperature, return_entropy, return_argmax
+    usual = weight is None and not z_loss and form == (None, 1.0, False, False)
     if usual and _saves_passes(*tensors):
         rows = _LinearLoss.apply(*tensors, target, *labels)
         return _reduced(rows, target != ignore_index, reduction)
@@ -175,9 +180,9 @@ def linear_cross_entropy(
     def rows_of(logits: Tensor, target: Tensor) -> Any:
         return cross_entropy(logits, target, "none", *labels, weight, z, *form)
 
-    rows, *entropy = _ChunkedLoss.apply(*tensors, rows_of, target)
+    rows, *more = _ChunkedLoss.apply(*tensors, rows_of, target)
     loss = _reduced(rows, count, reduction)
-    return (loss, *entropy) if return_entropy else loss
+    return (loss, *more) if more else loss
 
 
 def _in_eager_mode(*tensors: Tensor | None) -> bool:
@@ -289,12 +294,15 @@ class _ChunkedLoss(torch.autograd.Function):
             _as_tuple(rows_of(F.linear(x, weight, bias), *more))
             for x, *more in _chunks(len(weight), input, *others)
         ]
-        return tuple(torch.cat(parts).view(input.shape[:-1]) for parts in zip(*found))
+        out = tuple(torch.cat(parts).view(input.shape[:-1]) for parts in zip(*found))
+        ctx.mark_non_differentiable(*out[len(_floating(out)) :])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, *others = ctx.saved_tensors
         needs, unused = ctx.needs_input_grad[:3], [None] * (1 + len(others))
+        grads = _floating(grads)
         if torch.is_grad_enabled():
             x, w = input.view_as(input), weight.view_as(weight)
             b = None if bias is None else bias.view_as(bias)
@@ -311,7 +319,7 @@ class _ChunkedLoss(torch.autograd.Function):
             more, g = more[: len(others)], more[len(others) :]
             logits = F.linear(x, weight, bias).requires_grad_()
             with torch.enable_grad():
-                rows = _as_tuple(ctx.rows_of(logits, *more))
+                rows = _floating(_as_tuple(ctx.rows_of(logits, *more)))
             [grad_logits] = torch.autograd.grad(rows, logits, g)
             if needs[0]:
                 torch.mm(grad_logits, weight, out=dx)
@@ -359,6 +367,11 @@ def linear_kl_div(
 
 def _as_tuple(x: Any) -> tuple[Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
+
+
+def _floating(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Leave out the integers, which follow what is differentiable."""
+    return tuple(x for x in given if x.is_floating_point())
 
 
 def _chunks(classes: int, input: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -177,6 +177,23 @@ def test_views_and_more_dimensions(backend, device, against_oracle):
         against_oracle(functional.linear_cross_entropy, x, target=target, reduction=reduction)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_classes_in_the_second_dimension(backend, device, reduction):
+    """As torch's op takes them, with its losses and gradients, which have the layout of the logits.
+    The options of torch are ours, smoothing and weights too.
+    """
+    for shape in ((3, 7, 5), (2, 4, 3, 5), (2, 6, 6, 1), (0, 7, 5)):
+        x = logits(*shape, device=device)["logits"].requires_grad_()
+        target = targets(shape[0], *shape[2:], classes=shape[1], ignored=(2,), device=device)
+        options = dict(reduction=reduction, ignore_index=2, label_smoothing=0.2)
+        options["weight"] = torch.rand(shape[1], device=device) + 0.2
+        results = []
+        for op in (ff.cross_entropy, F.cross_entropy):
+            loss = op(x, target, **options)
+            results.append([loss, *torch.autograd.grad(loss.square().sum(), x)])
+        torch.testing.assert_close(*results, equal_nan=True)
+
+
 def test_offsets_past_int32(backend, device, same_when_far):
     """Rows of logits so far apart that the last one stands past 2^31 elements."""
     x = logits(40, 37, dtype=torch.bfloat16, device=device)

@@ -60,7 +60,8 @@ def cross_entropy(
     return_entropy.
 
     Args:
-        logits: [..., V], float32, float16, bfloat16 or float64, any strides.
+        logits: [..., V], float32, float16, bfloat16 or float64, any strides. Or, as in torch,
+            [N, V, ...] with target [N, ...]; [N, V, V], which could be either, is refused.
         target: [...] int64, the class of each row, 0 .. V - 1, or ignore_index.
         reduction: "mean" over the rows whose target is not ignore_index, "sum", or "none".
         ignore_index: rows with this target have loss 0, and gradient 0 if their logits are finite.
@@ -90,8 +91,8 @@ def cross_entropy(
         ignore_index.
 
     Raises:
-        ValueError: shapes that do not fit; logits [N, V, V], whose classes could be in the second
-            dimension, as in torch (flatten them to [M, V]); a target outside [0, V);
+        ValueError: shapes that do not fit; logits [N, V, V], whose classes could be in either
+            dimension (flatten them to [M, V]); a target outside [0, V);
             label_smoothing outside [0, 1]; an unknown reduction or smoothing; "kl" with fewer than
             two classes beside the padding; a weight that is not [V]; a z_loss that is negative or
             not finite; a softcap or a temperature that is not positive; one of these options, or
@@ -119,6 +120,9 @@ def cross_entropy(
             f"logits has shape {shape_of(logits)}, which could be torch's [N, C, ...] as well; "
             "expected logits.flatten(0, -2) and target.flatten(), the classes in the last dimension"
         )
+    rows, sizes = getattr(target, "shape", None), logits.shape
+    if logits.dim() > 2 and rows != sizes[:-1] and rows == sizes[:1] + sizes[2:]:
+        logits = logits.movedim(1, -1)
     labels = reduction, ignore_index, label_smoothing, smoothing
     given = dict(logits=logits, target=target)
     options = weight, z_loss, softcap, temperature, return_entropy

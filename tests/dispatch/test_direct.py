@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fastformer as ff
+from fastformer import numerics
 from fastformer.dispatch import backends
 from fastformer.eager import use_formula
 
@@ -237,6 +238,30 @@ def test_derivatives_of_attention_with_dropout_are_those_of_the_formula():
     found = derivatives()
     with use_formula():
         torch.testing.assert_close(found, derivatives(), rtol=1e-4, atol=1e-4)
+
+
+def test_second_derivatives_of_attention_by_the_math_of_torch():
+    """Its fused op on a CPU has none. Of every usual call, against the formula in float64."""
+
+    def derivatives(given, options):
+        first = torch.autograd.grad(
+            SDPA(*given, **options).sin().sum(), given[:3], create_graph=True
+        )
+        second = torch.autograd.grad(sum(x.square().sum() for x in first), given[:3])
+        return [x.detach().double() for x in (*first, *second)]
+
+    for case in (name for name, make in CALLS.items() if make({})[0] is SDPA):
+        _, given, options = CALLS[case](dict(dtype=torch.float64))
+        if len(given) > 4:
+            continue  # dropout
+        with use_formula():
+            want = derivatives([*(x.requires_grad_() for x in given[:3]), *given[3:]], options)
+        given = [x.float() if x.is_floating_point() else x for x in given]
+        given[:3] = [x.detach().requires_grad_() for x in given[:3]]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            have = derivatives(given, options)
+        for a, b in zip(have, want):
+            assert (a - b).norm() <= numerics.RELATIVE[torch.float32] * b.norm(), case
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -151,7 +151,7 @@ def scaled_dot_product_attention(
 
     Second derivatives and forward-mode differentiation use the reference. (If the reference calls
     torch's own op - on a CPU, in float32 or lower precision, without dropout or softcap - a second
-    derivative is not implemented; in float64 it is.)
+    derivative needs torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the call.)
 
     Raises:
         ValueError: shapes that do not fit, dropout_p outside [0, 1], a length outside [0, Sk], a

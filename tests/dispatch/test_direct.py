@@ -4,6 +4,7 @@ nothing observes, traces or changes the call.
 
 import contextlib
 import logging
+import weakref
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ CALLS = {
     "short": lambda like: (SDPA, qkv(5, 5, **like), {}),
     "mask": lambda like: (SDPA, (*qkv(**like), MASK), {}),
     "mask of keys": lambda like: (SDPA, (*qkv(**like), MASK[-1:].expand(B, 1, 1, K)), {}),
+    "causal with a mask": lambda like: (
+        SDPA, (*qkv(**like), torch.arange(K) % 3 < 2), dict(is_causal=True)),
     "nothing visible": lambda like: (SDPA, (*qkv(**like), MASK & (MASK.sum(1) > 3)[:, None]), {}),
     "bias": lambda like: (SDPA, (*qkv(**like), torch.randn(Q, K, **like)), {}),
     "bias of -inf": lambda like: (
@@ -258,10 +261,28 @@ def test_second_derivatives_of_attention_by_the_math_of_torch():
             want = derivatives([*(x.requires_grad_() for x in given[:3]), *given[3:]], options)
         given = [x.float() if x.is_floating_point() else x for x in given]
         given[:3] = [x.detach().requires_grad_() for x in given[:3]]
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            have = derivatives(given, options)
+        have = derivatives(given, options)
         for a, b in zip(have, want):
             assert (a - b).norm() <= numerics.RELATIVE[torch.float32] * b.norm(), case
+
+
+def test_second_derivatives_of_attention_with_one_tensor_as_query_key_and_value():
+    """Of it as all three, and as the key alone; and nothing keeps the graph alive."""
+
+    def derivatives(x, other):
+        out = SDPA(other, x, other)
+        out.grad_fn.metadata["alive"] = alive = torch.empty(0)
+        first = torch.autograd.grad(out.sin().sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(first.square().sum(), x)[0], weakref.ref(alive)
+
+    x = heads(Q).requires_grad_()
+    for other in (False, True):
+        found, alive = derivatives(x, x.detach().requires_grad_() if other else x)
+        assert alive() is None
+        with use_formula():
+            x64 = x.detach().double().requires_grad_()
+            want, _ = derivatives(x64, x64.detach() if other else x64)
+        assert (found - want).norm() <= numerics.RELATIVE[torch.float32] * want.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

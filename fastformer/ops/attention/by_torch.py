@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention, beyond_torch
-from fastformer.eager import eager, formula, may_read
+from fastformer.eager import eager, formula, gradients_through, may_read
 from fastformer.ops.attention.masks import LEAST, NO_TERMS, finite, is_causal_as_torch
 
 
@@ -94,9 +94,30 @@ def usual_call(
             return None if is_causal else _usual_mask(query, key, value, mask, *given)
         if p or columns < 16 or (is_causal and rows < 16):
             return _plain(query, key, value, is_causal, None, p)
-        return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal)
+        return fused(query, key, value, None, 0.0, is_causal)
     except (RuntimeError, ValueError, IndexError):  # no such shapes, or no dense tensors
         return None
+
+
+def fused(*given: Any, **scale: Any) -> Tensor:
+    """Call torch's op. Its fused op on a CPU has no second derivative: add that of the formula."""
+    out: Any = F.scaled_dot_product_attention(*given, **scale)
+    if out.requires_grad and eager(out) and "FlashAttentionForCpu" in out.grad_fn.name():
+        out.grad_fn.register_hook(_with_graph)
+    return out
+
+
+def _with_graph(found: tuple[Any, ...], grad: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if not torch.is_grad_enabled():  # no create_graph=True
+        return None
+    node: Any = torch._C._current_autograd_node()  # a hook that held it would be a cycle
+    saved = node._saved_query, node._saved_key, node._saved_value
+    views = [x.view_as(x) for x in saved]  # of one tensor, perhaps
+    options = node._saved_attn_mask, 0.0, node._saved_is_causal
+    attend = torch.ops.aten._scaled_dot_product_attention_math
+    out, _ = attend(*views, *options, scale=node._saved_scale)
+    wanted = [None if g is None else x for x, g in zip(views, found)]
+    return tuple(gradients_through([out], grad, wanted))
 
 
 def _usual_mask(
@@ -189,17 +210,17 @@ def _plain(
     exported = torch.compiler.is_exporting()  # a comparison would bound the exported sizes
     # With dropout the weights are computed one by one, without a mistake.
     if p or (not exported and columns >= 16 and not (is_causal and rows < 16)):
-        return F.scaled_dot_product_attention(query, key, value, None, p, is_causal, scale=scale)
+        return fused(query, key, value, None, p, is_causal, scale=scale)
     if eager(query):
         mask = _short_mask(rows, columns, is_causal, query.dtype)
-        out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
+        out = fused(query, key, value, mask, 0.0, scale=scale)
         return None if is_causal and not finite(out) else out
     if is_causal and not exported:
         return None
     mask = query.new_zeros(()).expand(rows, columns)
     if is_causal:
         mask = torch.ones_like(mask, dtype=torch.bool).tril()
-    return F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
+    return fused(query, key, value, mask, 0.0, scale=scale)
 
 
 _short_masks: dict[tuple[int, int, bool, torch.dtype], Tensor] = {}
@@ -244,7 +265,7 @@ def _masked_attention(
     """
     if mask.dim() < 2:
         mask = mask.view(1, -1)
-    out = F.scaled_dot_product_attention(query, key, value, mask, p, scale=scale)
+    out = fused(query, key, value, mask, p, scale=scale)
     if out.requires_grad and mask.shape[-2] == 1 and not (finite(key) and finite(value)):
         return None  # the gradients might not be finite
     return None if _holds_nan(out) else out
@@ -261,7 +282,7 @@ def _biased_attention(
             return None
     elif float(bias.min()) >= LEAST[bias.dtype]:
         mask = bias if bias.dim() > 1 else bias.view(1, -1)  # torch's op needs 2 dimensions
-        return F.scaled_dot_product_attention(query, key, value, mask, p, scale=scale)
+        return fused(query, key, value, mask, p, scale=scale)
     else:  # torch's op masks out -inf only
         bias = torch.threshold(bias, _HIDDEN[bias.dtype], -math.inf)
     return _masked_attention(query, key, value, bias, scale, p)

@@ -149,9 +149,9 @@ def scaled_dot_product_attention(
     shape [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality included,
     every key and value has to be finite, as in torch.
 
-    Second derivatives and forward-mode differentiation use the reference. (If the reference calls
-    torch's own op - on a CPU, in float32 or lower precision, without dropout or softcap - a second
-    derivative needs torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the call.)
+    Second derivatives and forward-mode differentiation use the reference. If it calls torch's fused
+    op - on a CPU, in float32 or lower precision - a backward with create_graph=True computes the
+    attention again, by torch's formula.
 
     Raises:
         ValueError: shapes that do not fit, dropout_p outside [0, 1], a length outside [0, Sk], a

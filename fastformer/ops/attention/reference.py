@@ -15,6 +15,7 @@ from fastformer.eager import eager, formula, gradients_through, may_read
 from fastformer.ops.attention.by_torch import (
     by_torch,
     differentiates,
+    fused,
     near_zero,
     options_beyond,
     torch_computes,
@@ -168,8 +169,7 @@ def attention_block(
         mask = torch.atleast_2d(mask)
         fast = p > 0 or not differentiates(query, key, value, attention.bias) or near_zero(mask)
     if fast:
-        scale = attention.scale
-        out = F.scaled_dot_product_attention(query, key, value, mask, p, scale=scale)
+        out = fused(query, key, value, mask, p, scale=attention.scale)
     elif not return_lse and added is None and _saves_passes(query, value, attention):
         out = _DroppedAttention.apply(query, key, value, visible, attention, runs)
     else:

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import numerics
@@ -283,6 +284,16 @@ def test_second_derivatives_of_attention_with_one_tensor_as_query_key_and_value(
             x64 = x.detach().double().requires_grad_()
             want, _ = derivatives(x64, x64.detach() if other else x64)
         assert (found - want).norm() <= numerics.RELATIVE[torch.float32] * want.norm()
+
+
+def test_gradients_with_a_graph_within_an_activation_checkpoint():
+    """It hands out each tensor once, so there is no second derivative; the first stays right."""
+    given = [x.requires_grad_() for x in qkv()]
+    want = torch.autograd.grad(SDPA(*given).sin().sum(), given)
+    out = checkpoint(SDPA, *given, use_reentrant=False)
+    assert all(
+        map(torch.equal, torch.autograd.grad(out.sin().sum(), given, create_graph=True), want)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -85,7 +85,7 @@ class Checkpoints:
         elif every <= timedelta():
             raise ValueError(f"every is {every}; expected a time above 0")
         self.resumed_from: Path | None = None
-        self._folder, self._every = Path(folder), every
+        self._folder, self._every = Path(folder), cast(Any, every)
         rest = {name: x for name, x in settings.items() if name != "steps"}
         try:
             self._settings = json.loads(json.dumps(rest))
@@ -168,15 +168,14 @@ class Checkpoints:
         """
         if not self._state:
             raise RuntimeError("end_step was called before begin; expected begin first")
-        step, waited, on_step = len(losses), False, False
-        if isinstance(self._every, timedelta):
-            waited = time.monotonic() - self._started >= self._every.total_seconds()
-        else:
-            on_step = step % self._every == 0
+        step, every = len(losses), self._every
+        timed = isinstance(every, timedelta)
+        waited = timed and time.monotonic() - self._started >= every.total_seconds()
+        due = last or step == self._steps or (not timed and step % every == 0)
         if dist.is_initialized():
             wishes = _gathered((stop, waited)) if step % LOOKS == 0 else [(False, False)]
             stop, waited = (any(of_all) for of_all in zip(*wishes))
-        if (last or stop or waited or on_step or step == self._steps) and step > self._saved:
+        if (due or stop or waited) and step > self._saved:
             self._save(losses)
             self._saved, self._started = step, time.monotonic()
         return stop
@@ -192,15 +191,9 @@ class Checkpoints:
 
         own, (rank, world) = self._state[-1], _place()
         position = None if own is None else own.state_dict()
-        state = self._shared() | {
-            "settings": json.dumps({"format": FORMAT, "processes": world}),
-            f"process-{rank}": (
-                self._settings,
-                torch.stack(list(losses)),
-                random_state(),
-                position,
-            ),
-        }
+        alone = self._settings, torch.stack(list(losses)).cpu(), random_state(), position
+        header = json.dumps({"format": FORMAT, "processes": world})
+        state = self._shared() | {"settings": header, f"process-{rank}": alone}
         path = self._folder / f"step-{len(losses)}"
         with warnings.catch_warnings():
             for expected in (_ALONE, _REPLACED):

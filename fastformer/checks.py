@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -291,14 +291,20 @@ def require_callable(expected: str = "a module", **functions: object) -> None:
             raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")
 
 
+def refuse_keywords(given: Iterable[str], **hints: str) -> NoReturn:
+    """Refuse the keywords given, with what to write instead if they are known from elsewhere."""
+    name = next(iter(given))
+    raise TypeError(f"{name} is no argument here; expected {hints.get(name, 'what help() lists')}")
+
+
 def refuse(**hints: str) -> Callable[[F], F]:
     """Let a function refuse keywords known from elsewhere, with what to write instead."""
 
     def decorated(function: F) -> F:
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
-            for name in hints.keys() & options.keys():
-                raise TypeError(f"{name} is no argument here; expected {hints[name]}")
+            if wrong := hints.keys() & options.keys():
+                refuse_keywords(wrong, **hints)
             return function(*arguments, **options)
 
         return cast(F, call)

@@ -239,7 +239,10 @@ def _broadcast(
         for have, want in zip(reversed(shape), reversed(full)):
             fits = fits and (have == want or have == 1)
     if not fits:
-        raise wrong_shape(name, x, f"one that broadcasts to {list(full)}")
+        more, hint = ", None" * (len(full) - len(shape)), ""
+        if more and len(shape) > 1 and (shape[0], shape[-1]) == (full[0], full[-1]):
+            hint = f"; of a mask for each sequence, {name}[:{more}]"
+        raise wrong_shape(name, x, f"one that broadcasts to {list(full)}{hint}")
     return x if lead is None else _folded(x, lead)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from fastformer.checks import (
     autocasts,
     checked_softcap,
     refuse_gradients,
+    refuse_keywords,
     require_choice,
     require_dropout,
     require_flag,
@@ -73,6 +74,7 @@ def scaled_dot_product_attention(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     shard: Sequence[int] | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Compute softmax(scale query key^T + bias, over the keys that the query may see) value.
 
@@ -158,7 +160,7 @@ def scaled_dot_product_attention(
             negative side of the window, an unknown alignment, a softcap that is not positive, a
             floating attn_mask with a bias, a shard that exceeds its global sizes, tensors on
             several devices.
-        TypeError: dtypes that differ or are not floating, a mask of integers.
+        TypeError: dtypes that differ or are not floating, a mask of integers, an unknown keyword.
         RuntimeError: alibi_slopes that require a gradient, outside of torch.no_grad().
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the tiled form: Dao
@@ -169,6 +171,9 @@ def scaled_dot_product_attention(
     architecture, after Xiao et al. 2023, "Efficient Streaming Language Models with Attention
     Sinks".
     """
+    if unknown:
+        padding = "attn_mask=~key_padding_mask[:, None, None], True where a key takes part"
+        refuse_keywords(unknown, key_padding_mask=padding, mask="attn_mask")
     if (
         scale is bias is window is alibi_slopes is softcap is sinks is shard is dropout_seed is None
         and (type(dropout_p) is float and 0.0 <= dropout_p <= 1.0)

@@ -49,6 +49,7 @@ from fastformer.nn.stream import dropout_probability, is_unmodified
 from fastformer.ops import functional
 
 POSITIONS = ("sinusoidal", "rotary")
+LEFT_OUT: Any = ...  # not None, which is given for no mask
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -231,7 +232,7 @@ class EncoderDecoder(nn.Module):
     DecoderLayer -> [B, T, d_model], the input of `generator`. For a packed batch src and tgt are
     [tokens] and the masks their `Packing`s -> [tokens, d_model].
 
-    Raises ValueError and TypeError as its modules do.
+    Raises ValueError and TypeError as its modules do, TypeError if one of the four is left out.
     """
 
     def __init__(
@@ -254,10 +255,13 @@ class EncoderDecoder(nn.Module):
     def forward(
         self,
         src: Tensor,
-        tgt: Tensor,
-        src_mask: Tensor | BlockMask | Packing | None,
-        tgt_mask: Tensor | BlockMask | Packing | None,
+        tgt: Tensor = LEFT_OUT,
+        src_mask: Tensor | BlockMask | Packing | None = LEFT_OUT,
+        tgt_mask: Tensor | BlockMask | Packing | None = LEFT_OUT,
     ) -> Tensor:
+        if tgt is LEFT_OUT or src_mask is LEFT_OUT or tgt_mask is LEFT_OUT:
+            expected = "src, tgt, src_mask and tgt_mask; to generate without tgt, greedy_decode"
+            raise TypeError(f"tgt or a mask is left out; expected {expected}")
         require_packings(src_mask, tgt_mask)
         first, second = self._seeds()
         memory = self.encode(src, src_mask, **first)

@@ -216,7 +216,7 @@ class _OfShards(EncoderDecoder):
         super().__init__(model.encoder, model.decoder, *embeddings, model.generator)
         self._context = context
 
-    def forward(self, src: Tensor, tgt: Tensor, src_mask: Any, tgt_mask: Any) -> Tensor:
+    def forward(self, src: Tensor, tgt: Tensor, src_mask: Any, tgt_mask: Any) -> Tensor:  # type: ignore[override]
         context = self._context
         src_mask, tgt_mask = (context.pad(x, 2, False) for x in (src_mask, tgt_mask))
         first, second = self._seeds()

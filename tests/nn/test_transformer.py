@@ -353,6 +353,17 @@ def test_make_model_refuses(arguments, message):
         make_model(**{"src_vocab": 5, "tgt_vocab": 5, "d_model": 16, "N": 1} | arguments)
 
 
+def test_a_model_says_what_forward_takes():
+    """A mask that is left out is not None, which would show the whole target."""
+    model, ids = make_model(5, 5, 1, 8, 8, 2), torch.ones(2, 3, dtype=torch.long)
+    given = dict(tgt=ids, src_mask=None, tgt_mask=None)
+    words = "left out; expected src, tgt, src_mask and tgt_mask; to generate .* greedy_decode"
+    for others in ({}, *({k: x for k, x in given.items() if k != name} for name in given)):
+        with pytest.raises(TypeError, match=words):
+            model(ids, **others)
+    assert model(ids, **given).shape == (2, 3, 8)
+
+
 def test_initialisation_with_options():
     """Weights are shared as asked, positions stay the sinusoid, and the row of padding is zero."""
     model = make_model(

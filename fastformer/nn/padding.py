@@ -120,9 +120,10 @@ def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
 
 def _packing(x: Tensor, lengths: Tensor) -> Packing:
     batch, length = x.shape[:2]
-    require_integers("lengths", lengths, "an integer tensor or a Packing")
+    require_tensor("lengths", lengths, "an integer tensor or a Packing")
     if lengths.shape != (batch,):
-        raise wrong_shape("lengths", lengths, f"[B] = [{batch}]")
+        raise wrong_shape("lengths", lengths, f"[B] = [{batch}], as mask.sum(1) if padding is last")
+    require_integers("lengths", lengths)
     require_device("lengths", lengths, "x", x)
     if lengths.is_meta:
         raise ValueError("lengths is on meta; expected lengths that are known")

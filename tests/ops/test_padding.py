@@ -404,6 +404,16 @@ def test_padding_is_skipped(make, device):
         (lambda x, n, p: ff.unpad(x[0, 0], n), ValueError, r"expected \[B, S, ...\]"),
         (lambda x, n, p: ff.unpad(x, n.float()), TypeError, "lengths has dtype torch.float32"),
         (lambda x, n, p: ff.unpad(x, n[:1]), ValueError, r"lengths has shape \[1\]; expected"),
+        (
+            lambda x, n, p: ff.unpad(x, x[..., 0] == 0),
+            ValueError,
+            r"\[B\] = \[2\], as mask.sum\(1\)",
+        ),
+        (
+            lambda x, n, p: ff.unpad(x, n > 3),
+            TypeError,
+            "lengths has dtype torch.bool; expected int",
+        ),
         (lambda x, n, p: ff.unpad(x, n + 3), ValueError, "lengths holds 7; expected"),
         (lambda x, n, p: ff.unpad(x, n - 3), ValueError, "lengths holds -1; expected"),
         (lambda x, n, p: ff.unpad(x[:, :3], p), ValueError, "as it was packed"),

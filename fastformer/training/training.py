@@ -204,6 +204,7 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
     return factor * model_size**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
 
+@checks.refuse(lr="factor, which scales the rate of the schedule, or torch.optim.Adam(.., lr)")
 def make_optimizer(
     parameters: Iterable[nn.Parameter], model_size: int, factor: float = 1.0, warmup: int = 4000
 ) -> tuple[Adam, LambdaLR]:
@@ -213,7 +214,7 @@ def make_optimizer(
 
     Call `scheduler.step()` after each `optimizer.step()`, as `run_epoch` does. Raises ValueError
     and TypeError as `rate` does, ValueError if parameters is empty, and TypeError if parameters is
-    not an iterable of parameters or parameter groups.
+    not an iterable of parameters or parameter groups, or for lr: the schedule gives the rate.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 5.3.
     """

@@ -219,6 +219,8 @@ LOGP, TARGET = torch.zeros(2, 5).log_softmax(-1), torch.tensor([1, 2])
         (lambda: rate(1, 16, 1.0, 0), ValueError, "warmup is 0; expected 1 or more"),
         (lambda: make_optimizer([nn.Parameter(torch.zeros(1))], 16, 1.0, 0), ValueError,
          "warmup is 0"),
+        (lambda: make_optimizer([nn.Parameter(torch.zeros(1))], 16, lr=1e-3), TypeError,
+         r"lr is no argument here; expected factor, .* or torch.optim.Adam"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(call, error, message):

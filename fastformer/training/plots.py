@@ -132,13 +132,18 @@ def attention_maps(
     """Draw attention weights [h, T, S], with one row of panels per name and one panel per head.
 
     In a panel, queries are rows and keys are columns. `symbols` are the tokens at the positions.
-    head: the only one to draw, from 1 on. decoded: what the model makes of the symbols; unless it
-    is a copy, the title says that the model has not learnt the task.
+    head: the only one to draw, from 1 on. decoded: of the copy task, what the model makes of the
+    symbols; unless it is a copy, the title says that the model has not learnt the task. Raises
+    ValueError for a head that no map has.
     """
-    shown = [head] if head else range(1, max(len(weights) for weights in maps.values()) + 1)
+    heads = range(1, max(len(weights) for weights in maps.values()) + 1)
+    if head is not None and head not in heads:
+        raise ValueError(f"head is {head}; expected an int from 1 to {len(heads)}")
+    shown = heads if head is None else [head]
     side = 2.0 if len(maps) * len(shown) > 1 else 4.0  # of a panel, in inches
     figure = _figure(side * len(shown) + 1.5, (side + 0.2) * len(maps) + 0.8)
-    title = f"Attention weights of a copy of {' '.join(map(str, symbols))}"
+    title = "Attention weights of " if decoded is None else "Attention weights of a copy of "
+    title += " ".join(map(str, symbols))
     if decoded is not None and [*decoded] != [*symbols]:
         title += f"\nThe model has not learnt it: it decodes {' '.join(map(str, decoded))}"
     figure.suptitle(title, fontsize=10)

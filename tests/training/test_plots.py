@@ -153,7 +153,12 @@ def test_attention_maps_of_one_head_and_of_a_model_that_has_not_learnt():
     assert [axes.get_title() for axes in panels] == ["head 2", "head 2"]
     for axes, weights in zip(panels, maps.values()):
         assert torch.equal(torch.tensor(axes.get_images()[0].get_array()), weights[1])
-    assert "learnt" not in plots.attention_maps(maps, [1, 2, 3], decoded=[1, 2, 3]).get_suptitle()
+    title = plots.attention_maps(maps, [1, 2, 3], decoded=[1, 2, 3]).get_suptitle()
+    assert title == "Attention weights of a copy of 1 2 3"
+    assert plots.attention_maps(maps, "abc").get_suptitle() == "Attention weights of a b c"
+    for head in (0, 4):
+        with pytest.raises(ValueError, match=f"head is {head}; expected an int from 1 to 3"):
+            plots.attention_maps(maps, [1, 2, 3], head)
 
 
 def test_the_gaps_between_attention_maps_are_even():

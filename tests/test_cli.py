@@ -266,8 +266,8 @@ def test_a_checkpoint_of_one_process(capsys, monkeypatch, tmp_path):
     assert losses_of(written) == losses_of(whole)
     assert sorted(p.name for p in folder.iterdir()) == ["step-32", "step-40", "step-45"]
     for more, message in (
-        (["--steps=44"], "steps is 44; expected at least the 45 that checkpoint"),
-        (["--steps=50", "--seed=1"], "has seed 0; expected 1, or another folder"),
+        (["--steps=44"], "has 45 steps; expected 44 or fewer"),
+        (["--steps=50", "--seed=1"], "has seed 0; expected 1, resume=False, or another"),
     ):
         with pytest.raises(SystemExit) as stopped:
             copied(*saved, *more)

@@ -3,8 +3,7 @@
     model.json           the name of the factory, `make_model` or `make_decoder`, and its arguments
     model.safetensors    the parameters and buffers by their names, and a copy of model.json
 
-The arguments are read off the modules, so that a model counts however it was made. A weight that
-several modules share is stored once.
+The factory keeps its arguments in the model. A weight that several modules share is stored once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 
 from fastformer.checks import FLOATING, require_instance
 from fastformer.dispatch import backends
-from fastformer.nn.norms import RMSNorm
 from fastformer.nn.transformer import EncoderDecoder, LanguageModel, make_decoder, make_model
 
 DESCRIPTION, WEIGHTS = "model.json", "model.safetensors"
@@ -41,14 +39,13 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     refuses. Other files in the folder stay.
 
     Args:
-        model: an `EncoderDecoder` or a `LanguageModel` whose modules are those that the factory
-            makes, on any device, of float32, float16, bfloat16 or float64. Its mode, hooks and
-            requires_grad are not saved.
+        model: an `EncoderDecoder` or a `LanguageModel` that the factory has made, on any device, of
+            float32, float16, bfloat16 or float64. Its mode, hooks and requires_grad are not saved.
         folder: the path of a folder, which is made if it does not exist.
 
     Raises:
-        ValueError: the model has other modules than its factory makes (save its `state_dict` and
-            the code that builds it), is sharded, or has another dtype.
+        ValueError: the model was made otherwise, or has other modules than its factory makes (save
+            its `state_dict` and the code that builds it), is sharded, or has another dtype.
         TypeError: model is neither an EncoderDecoder nor a LanguageModel, folder is no path.
         OSError: the folder cannot be written.
     """
@@ -190,15 +187,14 @@ def _description(model: Any) -> str:
     require_instance("model", model, kinds, "an EncoderDecoder or a LanguageModel")
     if any(backends.is_dtensor(x) for x in _tensors(model).values()):
         raise ValueError("model is sharded over devices; expected a model on one of them")
-    factory = "make_decoder" if isinstance(model, LanguageModel) else "make_model"
-    try:
-        arguments = _arguments(model)
-        with torch.device("meta"):
-            twin = FACTORIES[factory](**arguments)
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
+    if not hasattr(model, "_made"):
         raise ValueError(
-            f"model has other modules than {factory} makes; expected one that it can make: {error}"
-        ) from error
+            "model was not made by make_model or make_decoder, whose arguments save_model writes; "
+            "expected one of theirs: use torch.save(model.state_dict(), ..) for another model"
+        )
+    factory, arguments = model._made
+    with torch.device("meta"):
+        twin = FACTORIES[factory](**arguments)
     difference = _difference(model, twin)
     if difference is not None:
         raise ValueError(f"model differs from what {factory} makes: {difference}")
@@ -208,7 +204,7 @@ def _description(model: Any) -> str:
     rotary: Any = getattr(model.decoder, "rotary", None)
     if rotary is not None and rotary.table.dtype == torch.float64:
         described["float64_rotary"] = True  # the table is no part of the weights
-    return json.dumps(described, indent=1) + "\n"
+    return json.dumps(described, indent=1, default=lambda number: number.item()) + "\n"
 
 
 def _difference(model: nn.Module, twin: nn.Module) -> str | None:
@@ -231,50 +227,3 @@ def _difference(model: nn.Module, twin: nn.Module) -> str | None:
             have, want = (_shape(of.get(name)) for of in shapes)
             return f"{name} has shape {have}; expected {want}"
     return None
-
-
-def _arguments(model: EncoderDecoder | LanguageModel) -> dict[str, Any]:
-    """Read the arguments of the factory off a model that it has made."""
-    parts: Any = model
-    translates = isinstance(model, EncoderDecoder)
-    embed, position = parts.tgt_embed if translates else parts.embed
-    lut, generator = embed.lut, parts.generator
-    stack = parts.decoder
-    norm = stack.norm
-    arguments = dict(
-        N=len(stack.layers),
-        d_model=embed.d_model,
-        norm_first=not isinstance(norm, nn.Identity),
-        padding_idx=lut.padding_idx,
-        tie_generator=generator.proj.weight is lut.weight,
-    )
-    rotary = None if translates else stack.rotary
-    if rotary is None:
-        arguments |= dict(dropout=position.dropout.p, max_len=position.pe.shape[1])
-        arguments["learned_positions"] = isinstance(position.pe, nn.Parameter)
-    else:
-        arguments |= dict(positions="rotary", rope_theta=rotary.theta, max_len=rotary.max_len)
-        arguments["dropout"] = position.p
-    for layer in stack.layers[:1]:
-        attention, feed_forward = layer.self_attn, layer.feed_forward
-        norm = layer.sublayer[0].norm
-        arguments |= dict(
-            d_ff=feed_forward.w_2.in_features,
-            h=attention.h,
-            kv_heads=attention.kv_heads,
-            activation=feed_forward.activation,
-        )
-        if not translates:
-            arguments["qk_norm"] = attention.query_norm is not None
-    if not len(stack.layers):  # any head then is as good
-        arguments["h"] = 1 if rotary is None else embed.d_model // rotary.dim
-    arguments["norm"] = "rms" if isinstance(norm, RMSNorm) else "layer"
-    if not translates:
-        return dict(vocab=lut.num_embeddings, **arguments)
-    source = parts.src_embed[0].lut
-    return dict(
-        src_vocab=source.num_embeddings,
-        tgt_vocab=lut.num_embeddings,
-        tie_source=source.weight is lut.weight,
-        **arguments,
-    )

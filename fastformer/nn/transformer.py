@@ -107,6 +107,7 @@ def make_model(
     Normalization in the Transformer Architecture"; shared weights: Press and Wolf 2017, "Using the
     Output Embedding to Improve Language Models".
     """
+    made = "make_model", dict(locals())
     checks.require_size(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
     checks.require_size(0, N=N)
     if checks.require_flag("tie_source", tie_source) and src_vocab != tgt_vocab:
@@ -130,7 +131,7 @@ def make_model(
     if checks.require_flag("tie_generator", tie_generator):
         generator.proj.weight = target.lut.weight
     src_embed, tgt_embed = (nn.Sequential(x, c(position)) for x in (source, target))
-    return _initialised(EncoderDecoder(encoder, decoder, src_embed, tgt_embed, generator))
+    return _initialised(EncoderDecoder(encoder, decoder, src_embed, tgt_embed, generator), made)
 
 
 def make_decoder(
@@ -175,6 +176,7 @@ def make_decoder(
     rotary: Su et al. 2021, "RoFormer"; qk_norm: Qwen Team 2025, "Qwen3 Technical Report",
     section 2.
     """
+    made = "make_decoder", dict(locals())
     checks.require_size(vocab=vocab)
     checks.require_size(0, N=N)
     attn = MultiHeadedAttention(h, d_model, dropout, kv_heads, qk_norm=qk_norm)
@@ -188,7 +190,7 @@ def make_decoder(
     last: nn.Module = make_dropout(dropout)
     if rotary is None:
         last = PositionalEncoding(d_model, dropout, max_len, learned_positions)
-    return _initialised(LanguageModel(nn.Sequential(tokens, last), decoder, generator))
+    return _initialised(LanguageModel(nn.Sequential(tokens, last), decoder, generator), made)
 
 
 def _rotary(
@@ -211,10 +213,13 @@ def _rotary(
     return RotaryEmbedding(dim, max_len, checks.require_positive("rope_theta", theta))
 
 
-def _initialised(model: Model) -> Model:
+def _initialised(model: Model, made: tuple[str, dict[str, Any]]) -> Model:
     """Initialise two-dimensional weights with xavier_uniform_ and the rows of padding with zeros.
     Learned positions have three dimensions, [1, max_len, d], and keep the sinusoid.
+
+    made: the name of the function that has made the model, and its arguments, for save_model.
     """
+    model._made = made  # type: ignore[assignment]
     for p in model.parameters():
         if p.dim() == 2:
             nn.init.xavier_uniform_(p)

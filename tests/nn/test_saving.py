@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -26,10 +27,7 @@ MODELS = {
         7, **SMALL, positions="rotary", rope_theta=50.0, qk_norm=True, max_len=9
     ),
     "make_decoder without layers": lambda: ff.make_decoder(7, 0, 8, h=2, positions="rotary"),
-    "LanguageModel": lambda: ff.LanguageModel(**dict(ff.make_decoder(7, **SMALL).named_children())),
-    "EncoderDecoder": lambda: ff.EncoderDecoder(
-        **dict(ff.make_model(7, 9, **SMALL, activation="gelu").named_children())
-    ),
+    "numbers of NumPy": lambda: ff.make_decoder(numpy.int64(7), **SMALL, dropout=numpy.float32(0)),
     "of several dtypes": lambda: cast_part(
         ff.make_decoder(7, **SMALL), torch.bfloat16, lambda model: model.decoder.norm
     ),
@@ -40,6 +38,10 @@ MODELS = {
         lambda model: model.decoder.rotary,
     ),
 }
+
+
+def by_hand():
+    return ff.LanguageModel(**dict(ff.make_decoder(7, **SMALL).named_children()))
 
 
 def cast_part(model, dtype, part):
@@ -137,7 +139,7 @@ CHANGES = {
     ),
     "without positions": (
         lambda m: setattr(m, "src_embed", m.src_embed[0]),
-        "model has other modules than make_model makes",
+        "model differs from what make_model makes: src_embed is a Embeddings",
     ),
     "dropout": (
         lambda m: setattr(m.src_embed[1].dropout, "p", 0.5),
@@ -172,6 +174,7 @@ def test_a_model_that_its_factory_does_not_make_is_refused(change, words, tmp_pa
     [
         ((nn.Linear(2, 2), "x"), TypeError, "model is a Linear; expected an EncoderDecoder or"),
         ((None, "x"), TypeError, "model is a NoneType"),
+        ((by_hand(), "x"), ValueError, r"model was not made by make_model or .*state_dict\(\)"),
         ((MODELS["make_decoder"](), 3), TypeError, "folder is a int; expected a path"),
         ((MODELS["make_decoder"](), ""), ValueError, "folder is ''; expected a path"),
     ],

@@ -234,7 +234,10 @@ def gradients(
 
 
 def _has_tangent(values: Sequence[object]) -> bool:
-    """Return whether one of the tensors carries a tangent of forward-mode differentiation."""
+    """Return whether one of the tensors may carry a tangent of forward-mode differentiation."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if any(x.key() == torch._C._functorch.TransformType.Jvp for x in levels[:-1]):
+        return True  # the innermost transform hides the tangents of the outer ones
     tensors = (x for x in values if isinstance(x, Tensor))
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 

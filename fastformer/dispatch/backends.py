@@ -350,7 +350,7 @@ def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
 def _described(choice: Choice, arguments: Arguments) -> Choice:
     """Add to the reason what was measured, and which kernels run if the arguments decide that."""
     choice = _with_figures(choice, arguments)
-    if choice.backend != "triton" or torch.compiler.is_compiling():
+    if choice.backend != "triton" or torch.compiler.is_compiling() or _transforms():
         return choice
     describe = getattr(_load(choice.op), "describe", None)
     kernels = None if describe is None else describe(**arguments)

@@ -302,7 +302,7 @@ def test_torch_func():
 
             found.append((loss(values), torch.func.grad(loss)(values)))
         torch.testing.assert_close(*found)
-        assert "a transform of torch.func is active" in str(model._fallbacks)
+        assert not hasattr(model, "_fallbacks")
 
 
 @SKIPS

@@ -4,6 +4,7 @@ themselves in float64.
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import io
 import itertools
@@ -16,6 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
@@ -1215,6 +1218,46 @@ def test_torch_func(backend, device):
     report = ff.accelerate(norm)
     torch.testing.assert_close(gradient(x), want)
     assert "torch.func" in str(report)
+
+
+def forward_mode_results(call, x, t):
+    """The output and its tangent, by torch.func.jvp; and a gradient and its own tangent."""
+
+    def loss(x):
+        return call(x).sin().sum()
+
+    return *torch.func.jvp(call, (x,), (t,)), *torch.func.jvp(torch.func.grad(loss), (x,), (t,))
+
+
+def test_forward_mode(backend, device):
+    """torch.func.jvp, also of a gradient, and dual numbers reach the ops, and none is torch's."""
+    layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True)
+    for module in (nn.MultiheadAttention(E, H, batch_first=True), layer, nn.LayerNorm(E), None):
+
+        def call(x, module=module):
+            if module is None:
+                with ff.sdpa_override():
+                    return F.scaled_dot_product_attention(x, x, x)
+            if isinstance(module, nn.MultiheadAttention):
+                hidden = causal_mask(S, device)
+                return module(x, x, x, attn_mask=hidden, need_weights=False)[0]
+            return module(x)
+
+        x, t = (torch.randn(N, S, E, device=device) for _ in range(2))
+        module = None if module is None else randomized(module, device)
+        wide = functools.partial(call, module=copy.deepcopy(module).double() if module else None)
+        with use_backend("reference"), sdpa_kernel(SDPBackend.MATH):  # torch's, if not accelerated
+            want = forward_mode_results(wide, x.double(), t.double())
+        report = ff.accelerate(module) if module else ""
+        ran = []
+        with ff.dispatch.backends.observe(on_choice=ran.append):
+            have = forward_mode_results(call, x, t)
+            with forward_ad.dual_level():
+                dual = forward_ad.unpack_dual(call(forward_ad.make_dual(x, t)))
+        assert len(ran) >= 3 and {choice.backend for choice in ran} == {backend}
+        assert "torch.func" not in str(report)
+        for one, other in zip((*have, *dual), (*want, *want[:2]), strict=True):
+            assert relative(one, other) < 1e-5
 
 
 def test_under_ddp(process_group):

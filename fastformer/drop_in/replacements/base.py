@@ -187,6 +187,7 @@ def sum_then_norm(
 
 
 _PLAIN = Tensor, nn.Parameter
+_DIFFERENTIATE = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp
 
 
 def unsupported_tensor(*tensors: Tensor | BlockMask | None) -> str | None:
@@ -196,7 +197,8 @@ def unsupported_tensor(*tensors: Tensor | BlockMask | None) -> str | None:
     tracing = torch.compiler.is_compiling()
     if not tracing and torch._C._is_tracing():  # a trace holds neither the kernels nor new dropout
         return "torch.jit.trace records the operations of torch"
-    transformed = not tracing and torch._C._functorch.peek_interpreter_stack() is not None
+    levels = None if tracing else torch._C._functorch.get_interpreter_stack()
+    transformed = levels is not None and any(x.key() not in _DIFFERENTIATE for x in levels)
     for x in tensors:
         if x is None or isinstance(x, BlockMask):
             continue
@@ -209,7 +211,7 @@ def unsupported_tensor(*tensors: Tensor | BlockMask | None) -> str | None:
         if x.is_nested:
             return "an input is a nested tensor"
         if transformed and torch._C._functorch.is_functorch_wrapped_tensor(x):
-            return "a transform of torch.func is active"
+            return "torch.func.vmap or functionalize is active"
     return None
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .flops import register_flops
+
 _library = torch.library.Library("fastformer", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -21,6 +23,7 @@ def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         _library.define(schema, tags=_tags)
         _library.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake("fastformer::" + name, fake, lib=_library)
+        register_flops(name)
         return launcher
 
     return decorate

@@ -1,13 +1,15 @@
 """What torch asks of an op: opcheck, gradcheck, double backward, compile, checkpoint, autocast,
-torch.func, vmap's absence.
+torch.func, vmap's absence, FLOPs.
 """
 
+import inspect
 import itertools
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer as ff
 from fastformer import eager, use_backend
@@ -506,3 +508,114 @@ def test_autocast(backend, device, dtype):
         assert ff.layer_norm(hidden, 8, b, b).dtype == dtype
     hidden.float().sum().backward()
     assert x.grad.dtype == w.grad.dtype == torch.float32
+
+
+# -------------------------------------------------------------------------------------------- FLOPs
+
+
+def flops(call, *args, **kwargs):
+    """The FLOPs that torch counts in a call, and what the call returns."""
+    with FlopCounterMode(display=False) as counter:
+        result = call(*args, **kwargs)
+    return counter.get_total_flops(), result
+
+
+FLOPS = {  # by the shapes of ARGUMENTS: of the forward and the backward, with which gradients
+    "scaled_dot_product_attention": {None: (2 * 140 * (4 + 3), 2 * 140 * (3 * 4 + 2 * 3))},
+    "packed_attention": {None: (2 * 34 * (4 + 3), 2 * 34 * (3 * 4 + 2 * 3))},  # 2 * 4 + 3 * 3 pairs
+    "layer_norm": {None: (0, 0)},
+    "cross_entropy": {None: (0, 0)},
+    "feed_forward": {None: (324, 648), "input": (324, 324), "w_2": (324, 360)},
+    "feed_forward relu": {None: (324, 648), "input": (324, 324), "w_2": (324, 180)},
+    "geglu": {None: (468, 936), "input": (468, 468)},
+    "swiglu": {None: (468, 936), "w_2": (468, 360)},
+    "linear_cross_entropy": {None: (540, 0), "input": (360, 0)},  # gradients in the forward
+    "linear_cross_entropy none": {None: (180, 540), "input": (180, 360)},
+    "linear_kl_div": {None: (540 + 144, 0), "input": (360 + 144, 0)},
+    "linear_kl_div reverse": {None: (180 + 144, 540 + 144), "input": (180 + 144, 360 + 144)},
+}
+
+
+def test_flops_of_the_kernels(device):
+    """2 m k n for each product: all of them, or those that the gradient of one input takes."""
+    for name, by_gradient in FLOPS.items():
+        for wanted, expected in by_gradient.items():
+            function, args, kwargs = arguments(name, device)
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            if wanted is not None:
+                given = {n: x.detach() if torch.is_tensor(x) else x for n, x in given.items()}
+                given[wanted].requires_grad_()
+            with use_backend("triton"):
+                forward, out = flops(function, **given)
+                backward, _ = flops(joined(out).sum().backward)
+            assert (forward, backward) == expected, (name, wanted)
+    query, pages = torch.randn(1, 4, 3, 8, device=device), torch.randn(5, 16, 2, 8, device=device)
+    table = torch.tensor([[3, 1]], device=device, dtype=torch.int32)
+    lengths = torch.tensor([20], device=device)
+    with use_backend("triton"):
+        forward, _ = flops(ff.paged_attention, query, pages, pages, table, lengths)
+    assert forward == 4 * 4 * 3 * 32 * 8  # all of the two pages
+
+
+B, S, E, H, D_FF, V = 2, 20, 16, 2, 24, 11
+LINEAR = 2 * B * S * E * (4 * E + 2 * D_FF)  # of a layer's projections and feed-forward layer
+SCORES = 2 * B * S * S * E  # of one product with all pairs of a query and a key
+LOGITS = 2 * B * S * E * V
+
+
+def dtype_of(backend):
+    """In float64 the reference has its own products; torch counts none in its op for a CPU."""
+    return torch.float64 if backend == "reference" else torch.float32
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated"])
+def test_flops_of_a_layer(device, backend, kind):
+    """The backward of attention has four products, and with the scores again five."""
+    if kind == "own":
+        model = ff.make_model(V, V, N=1, d_model=E, d_ff=D_FF, h=H, dropout=0.0)
+        layer, masks = model.encoder.layers[0], (None,)
+    else:
+        layer, masks = torch.nn.TransformerEncoderLayer(E, H, D_FF, 0.0, batch_first=True), ()
+        ff.accelerate(layer)
+    layer.to(device, dtype_of(backend))
+    x = torch.randn(B, S, E, device=device, dtype=dtype_of(backend), requires_grad=True)
+    forward, out = flops(layer, x, *masks)
+    assert forward == LINEAR + 2 * SCORES
+    assert (
+        flops(out.sum().backward)[0] == 2 * LINEAR + (4 if backend == "reference" else 5) * SCORES
+    )
+
+
+def test_flops_of_a_step_of_a_language_model(device, backend):
+    """The kernels compute the gradients of the loss in its forward."""
+    model = ff.make_decoder(V, N=1, d_model=E, d_ff=D_FF, h=H, dropout=0.0)
+    model.to(device, dtype_of(backend))
+    loss_compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(V, 0, 0.1))
+    tokens = torch.randint(1, V, (B, S + 1), device=device)
+
+    def loss():
+        return loss_compute(model(tokens[:, :-1]), tokens[:, 1:], B * S)
+
+    with torch.no_grad():
+        assert flops(loss)[0] == LINEAR + 2 * SCORES + LOGITS
+    forward, out = flops(loss)
+    early, again = (0, 4) if backend == "reference" else (2 * LOGITS, 5)
+    assert forward == LINEAR + 2 * SCORES + LOGITS + early
+    assert flops(out.backward)[0] == 2 * LINEAR + again * SCORES + 2 * LOGITS - early
+
+
+def test_flops_of_the_first_call(fresh):
+    """The counter is older than the formulas, which are registered with the kernels; no module of
+    the counter is imported before.
+    """
+    pytest.importorskip("triton")
+    code = """
+import sys, torch, fastformer as ff
+print("torch.utils.flop_counter" in sys.modules, "triton" in sys.modules)
+from torch.utils.flop_counter import FlopCounterMode
+x, b = torch.randn(4, 4), torch.randn(4)
+with FlopCounterMode(display=False) as counter, ff.use_backend("triton"):
+    ff.feed_forward(x, x, b, x, b)
+print(counter.get_total_flops())
+"""
+    assert fresh(code, TRITON_INTERPRET="1").split() == ["False", "False", str(2 * 2 * 4**3)]

@@ -1,13 +1,20 @@
 """The whole model against the tutorials' computation in float64, its masks, names and modes."""
 
 import copy
+import functools
 import inspect
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from fastformer import (
     Decoder,
@@ -412,6 +419,53 @@ def test_checkpoint(use_reentrant, backend, device):
         results.append((out, *(p.grad for p in layer.parameters())))
     for plain, checkpointed in zip(*results, strict=True):
         assert torch.equal(plain, checkpointed)
+
+
+class Names(TorchDispatchMode):
+    """The names of the ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+    def forwards(self, part):
+        """How many forwards with this in their name ran."""
+        return sum(part in name and "_backward" not in name for name in self.names)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_selective_checkpoint(dropout, backend, device):
+    """The policy sees attention by its name: it runs once, and the rest of the layer twice. With
+    dropout the reference composes it of products and a softmax, which have other names.
+    """
+
+    def policy(context, op, *args, **kwargs):
+        kept = "attention" in str(op)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    composed = backend == "reference" and (dropout > 0 or device.type == "cuda")
+    attention = "softmax" if composed else "attention"
+    linear = "feed_forward" if backend == "triton" else "relu"
+    layer = small_model(device, dropout=dropout).encoder.layers[0]
+    x = torch.randn(2, 17, 16, device=device, requires_grad=True)
+    keep_attention = functools.partial(create_selective_checkpoint_contexts, policy)
+    results, runs = [], []
+    for context in (None, noop_context_fn, keep_attention):
+        torch.manual_seed(1)
+        with Names() as ran:
+            given = x, None
+            options = dict(use_reentrant=False, context_fn=context)
+            out = checkpoint(layer, *given, **options) if context else layer(*given)
+            grads = torch.autograd.grad(out.sin().sum(), [x, *layer.parameters()])
+        results.append((out, *grads))
+        runs.append((ran.forwards(attention), ran.forwards(linear)))
+    assert runs == [(1, 1), (2, 2), (2 if composed else 1, 2)]
+    for plain, *others in zip(*results, strict=True):
+        assert all(torch.equal(plain, other) for other in others)
 
 
 @pytest.mark.with_all

@@ -255,8 +255,9 @@ class SimpleLossCompute:
     materialize the log-probabilities of all tokens.
 
     Raises TypeError if generator or criterion is not callable, x or y is not a tensor, or norm or
-    z_loss is not a number; ValueError if y is not [B, T], or if z_loss is negative, not finite, or
-    cannot be computed. Errors of generator and criterion propagate.
+    z_loss is not a number; ValueError if y is not [B, T], if the criterion has a `reduction` other
+    than "sum", or if z_loss is negative, not finite, or cannot be computed. Errors of generator and
+    criterion propagate.
     """
 
     def __init__(
@@ -267,6 +268,12 @@ class SimpleLossCompute:
         z_loss: float = 0.0,
     ) -> None:
         checks.require_callable("a module, or a function", generator=generator, criterion=criterion)
+        reduction = getattr(criterion, "reduction", "sum")
+        if isinstance(reduction, str) and reduction != "sum":
+            raise ValueError(
+                f"criterion is a {type(criterion).__name__} with reduction {reduction!r}; "
+                "expected 'sum', because the loss is divided by norm"
+            )
         self.z_loss = checks.require_not_negative("z_loss", z_loss)
         self.generator = generator
         self.criterion = criterion

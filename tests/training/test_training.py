@@ -318,6 +318,27 @@ def test_loss_compute_is_the_criterion_over_the_tokens():
     assert compute(x, torch.zeros_like(y), torch.tensor(0)) == 0  # a batch of padding alone
 
 
+@pytest.mark.parametrize(
+    ("criterion", "reduction"),
+    [(nn.CrossEntropyLoss(), "mean"), (nn.NLLLoss(reduction="none"), "none"),
+     (nn.KLDivLoss(reduction="batchmean"), "batchmean")],
+)  # fmt: skip
+def test_a_criterion_that_does_not_sum_is_refused(criterion, reduction):
+    message = rf"criterion is a {type(criterion).__name__} with reduction '{reduction}'; expected"
+    with pytest.raises(ValueError, match=message + " 'sum', because the loss is divided by norm"):
+        SimpleLossCompute(Generator(5, 7), criterion)
+
+
+def test_a_criterion_of_torch_that_sums(device):
+    x, y = torch.randn(2, 3, 5, device=device), torch.tensor([[1, 2, 0], [6, 0, 0]], device=device)
+    generator = Generator(5, 7).to(device)
+    compute = SimpleLossCompute(generator, nn.NLLLoss(reduction="sum", ignore_index=0))
+    logits = x.double() @ generator.proj.weight.double().T + generator.proj.bias.double()
+    rows = logits.logsumexp(-1) - logits.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    want = rows[y != 0].sum() / 3
+    torch.testing.assert_close(compute(x, y, (y != 0).sum()).double(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_run_epoch_evaluates_per_token_without_gradients_or_changes():
     model = Echo(7)
     before = copy.deepcopy(model.state_dict())

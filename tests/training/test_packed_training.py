@@ -1,11 +1,13 @@
 """Training without padding: a packed `Batch` gives the losses and gradients of the padded one."""
 
 import copy
+import re
 
 import pytest
 import torch
 
 import fastformer as ff
+from benchmarks import ROOT
 
 V, PAD = 13, 0
 OPTIONS = {
@@ -81,6 +83,19 @@ def test_run_epoch_without_padding(translates, backend, device):
             losses[-1].append(loss)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
     assert losses[0][-1] < losses[0][0]
+
+
+def test_padding_changes_the_batches_of_the_documented_program():
+    """docs/training.md says how many updates it makes, packed and padded."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    program = re.search(r"```python\n(import pathlib.*?)\nff.save_model", page, re.DOTALL)[1]
+    program, updates = program.replace("ff.fit(", "result = ff.fit("), []
+    for code in (program, program.replace(", packed=True", "")):
+        names = {}
+        exec(code, names)
+        updates.append(len(names["result"].losses))
+    assert f"this program makes {updates[1]} updates\ninstead of {updates[0]}." in page
+    assert updates[0] != updates[1]
 
 
 def test_batch_packed(device):

@@ -348,8 +348,14 @@ def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
 
 
 def _described(choice: Choice, arguments: Arguments) -> Choice:
-    """Add to the reason what was measured, and which kernels run if the arguments decide that."""
+    """Add to the reason what was measured, who draws the dropout mask, and which kernels run if the
+    arguments decide that.
+    """
     choice = _with_figures(choice, arguments)
+    given = arguments["attention"]._asdict() if "attention" in arguments else arguments
+    if given.get("dropout_p"):
+        source = "torch's generator" if given["dropout_seed"] is None else "a seed"
+        choice = choice._replace(reason=f"{choice.reason}; the dropout mask is from {source}")
     if choice.backend != "triton" or torch.compiler.is_compiling() or _transforms():
         return choice
     describe = getattr(_load(choice.op), "describe", None)

@@ -510,6 +510,58 @@ def test_without_a_seed_torch_draws_on_a_cpu(monkeypatch):
             assert masks_drawn(monkeypatch, norm) == 1
 
 
+@pytest.mark.parametrize("op", CALLS_WITH_DROPOUT, ids=lambda op: op.__name__)
+def test_explain_says_where_the_mask_is_from(op, monkeypatch):
+    """And so does docs/numerics.md: whether a seed has to draw it, whatever the other arguments."""
+    told = {
+        0: "; the dropout mask is from torch's generator",
+        1: "; the dropout mask is from a seed",
+    }
+    with use_backend("auto"):
+        for call in calls_with_dropout(op):
+            asked = call.get("shard") or isinstance(call.get("attn_mask"), ff.BlockMask)
+            for dropout_seed, by_seed in ((None, bool(asked)), (7, True)):
+                given = call | dict(dropout_p=0.3, dropout_seed=dropout_seed)
+                said = ff.explain(op.__name__, **given).reason
+                assert told[by_seed] in said and "dropout" not in said.replace(told[by_seed], "")
+                assert (masks_drawn(monkeypatch, lambda x=given: op(**x)) > 0) == by_seed
+        usual = CALLS_WITH_DROPOUT[op][0]
+        assert "dropout" not in ff.explain(op.__name__, **usual).reason
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        assert told[1] in ff.explain(op.__name__, **usual, dropout_p=0.3).reason
+    monkeypatch.undo()
+    for backend in ("reference", "triton"):
+        with use_backend(backend):
+            assert told[1] in ff.explain(op.__name__, **usual, dropout_p=0.3).reason
+
+
+def test_a_block_mask_that_is_causality_leaves_the_mask_to_torch():
+    given, blocks = dict(query=X, key=X, value=X, dropout_p=0.3), ff.BlockMask.causal(5)
+    found = []
+    with use_backend("auto"):
+        for more in (dict(attn_mask=blocks), dict(is_causal=True)):
+            said = ff.explain("scaled_dot_product_attention", **given, **more).reason
+            assert said.endswith("from torch's generator")
+            torch.manual_seed(2)
+            found.append(ff.scaled_dot_product_attention(**given, **more))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", ["auto", "reference", "triton"])
+def test_modules_that_are_not_fused_drop_as_torch(name):
+    """An nn.Dropout of a module that is called alone is torch's own on every backend."""
+    position, sublayer = ff.PositionalEncoding(16, 0.5), ff.SublayerConnection(16, 0.5)
+    with use_backend(name):
+        for call, x in (
+            (lambda: position(X[0]), X[0] + position.pe[:, :5]),
+            (lambda: sublayer(X[0], torch.ones_like) - X[0], torch.ones_like(X[0])),
+        ):
+            torch.manual_seed(4)
+            found = call()
+            torch.manual_seed(4)
+            torch.testing.assert_close(found, torch.nn.functional.dropout(x, 0.5))
+
+
 def test_a_given_seed_has_the_same_mask_on_every_backend():
     torch.manual_seed(0)
     with use_backend("auto"):

@@ -329,8 +329,9 @@ def test_explain_says_what_was_measured(file, us, reason):
         said = ff.explain(OP, *plain(), is_causal=True)
         assert (said.backend, said.reason) == ("triton", reason)
         assert ff.explain(OP, *plain(S=36), is_causal=True).reason == reason  # it rounds up alike
-        for other in (dict(is_causal=False), dict(is_causal=True, dropout_p=0.1)):
-            assert ff.explain(OP, *plain(), **other).reason == "it was chosen"
+        drops, mask = dict(is_causal=True, dropout_p=0.1), "; the dropout mask is from a seed"
+        for other, more in ((dict(is_causal=False), ""), (drops, mask)):
+            assert ff.explain(OP, *plain(), **other).reason == "it was chosen" + more
         assert ff.explain(OP, *plain(True), is_causal=True).reason == "it was chosen"
         assert ff.explain(OP, *plain(S=70), is_causal=True).reason == "it was chosen"
     with use_backend("reference"):

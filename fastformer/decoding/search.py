@@ -36,7 +36,7 @@ def greedy_decode(
         y_0 = start_symbol, y_t = argmax_v p(v | y_0 .. y_{t-1}, src)
 
     Gradients are disabled. The mode of the model does not change: call model.eval() first, or
-    dropout applies.
+    dropout applies, with a warning.
 
     Args:
         model: a model with encode, decode and generator, as `make_model` builds it; or a language
@@ -132,6 +132,7 @@ def sample(
     return _searched(_RowSearch(make_steps(*given), choose, penalty)).tokens
 
 
+@torch.no_grad()
 @checks.refuse(max_new_tokens=MAX_LEN)
 def stream_tokens(
     model: nn.Module,
@@ -180,10 +181,8 @@ def stream_tokens(
                 )
     draw = None if temperature is None else _draws(temperature, top_k, top_p, min_p, seed)
     penalty = _Penalty(repetition_penalty)
-    with torch.no_grad():
-        given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
-        search = _RowSearch(make_steps(*given), draw or _likeliest, penalty)
-    return _stepwise(search)
+    given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
+    return _stepwise(_RowSearch(make_steps(*given), draw or _likeliest, penalty))
 
 
 def strip(tokens: Tensor, end_symbol: Symbols = None, padding_idx: int | None = 0) -> list[Any]:

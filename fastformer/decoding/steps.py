@@ -296,6 +296,11 @@ def make_steps(
     if start_symbol is not None:
         [start_symbol] = checks.require_size(0, start_symbol=start_symbol)
     _require_model(model, start_symbol)
+    if getattr(model, "training", False) and any(
+        isinstance(m, nn.Dropout) and m.training and m.p for m in model.modules()
+    ):
+        message = "model is in train() mode: dropout changes the tokens; call model.eval() first"
+        warnings.warn(message, stacklevel=5)  # the caller of a decorated function
     prompt = 1 if start_symbol is not None else src.shape[1]
     if not 1 <= prompt <= max_len:
         raise ValueError(

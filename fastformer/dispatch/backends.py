@@ -348,9 +348,7 @@ def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
 
 
 def _described(choice: Choice, arguments: Arguments) -> Choice:
-    """Add to the reason what was measured, who draws the dropout mask, and which kernels run if the
-    arguments decide that.
-    """
+    """Add to the reason what was measured, and what the arguments decide: dropout and kernels."""
     choice = _with_figures(choice, arguments)
     given = arguments["attention"]._asdict() if "attention" in arguments else arguments
     if given.get("dropout_p"):

@@ -41,6 +41,7 @@ class Batch:
             not padding.
         ntokens: the number of tokens in tgt_y that are not padding, as a tensor (reading its value
             synchronizes with a GPU).
+        pad: the token id of padding.
 
     Without a source, src and src_mask are None and tgt_mask is [B, 1, T-1], True where tgt is not
     padding, because a language model applies the causal mask itself. Without a target, tgt, tgt_y,
@@ -77,7 +78,7 @@ class Batch:
         *,
         packed: bool = False,
     ) -> None:
-        pad = checks.require_int("pad", pad)
+        self.pad = pad = checks.require_int("pad", pad)
         checks.require_flag("packed", packed)
         if src is not None:
             checks.require_token_ids("src", src)

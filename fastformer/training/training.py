@@ -427,7 +427,7 @@ def run_epoch(
         batches = iter(bar)
         while group := list(islice(batches, accumulation_steps)):
             for i, batch in enumerate(group, step + 1):
-                _require_batch(i, batch, model)
+                _require_batch(i, batch, updates)
             of_update, weights = [], shares(group, processes)
             for (batch, loss), share in zip(losses(group, weights), weights):
                 step += 1
@@ -504,6 +504,13 @@ def _require_epoch(data: object, updates: Updates) -> None:
             "call model.train() first, or leave the optimizer out to evaluate",
             stacklevel=3,
         )
+    if isinstance(optimizer, Optimizer) and isinstance(model, nn.Module):
+        own = {id(p) for p in model.parameters()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        # The shards that FSDP gives an optimizer are no parameters of an unsharded model.
+        if own and not any(id(p) in own or backends.is_dtensor(p) for p in held):
+            message = "optimizer holds no parameter of model; make it from model.parameters()"
+            warnings.warn(message, stacklevel=3)
 
 
 def _require_update(
@@ -549,10 +556,11 @@ def _require_update(
             raise ValueError(f"{name} is given without an optimizer; expected both or neither")
 
 
-def _require_batch(step: int, batch: object, model: object) -> None:
+def _require_batch(step: int, batch: Any, updates: Updates) -> None:
     """Check that batch number `step` is a `Batch` with a target, and with a source if the model
-    takes one.
+    takes one; warn if the first one has other padding than the loss.
     """
+    model, loss_compute, *_ = updates
     if not hasattr(batch, "tgt_mask"):
         kind = type(batch).__name__
         raise TypeError(f"batch {step} of data is a {kind}; expected a Batch")
@@ -570,6 +578,12 @@ def _require_batch(step: int, batch: object, model: object) -> None:
             f"batch {step} of data has no source, which an EncoderDecoder takes; "
             "expected Batch(src, tgt)"
         )
+    if step == 1 and isinstance(loss_compute, SimpleLossCompute) and may_read(batch.tgt_y):
+        pad = getattr(batch, "pad", None)
+        ignored = getattr(loss_compute.criterion, "padding_idx", pad)
+        if pad not in (None, ignored) and batch.ntokens < batch.tgt_y.numel():
+            message = f"batch 1 is padded with {pad}, and padding_idx of the criterion is {ignored}"
+            warnings.warn(f"{message}; give both the same token id", stacklevel=3)
 
 
 def _print_line(step: int, loss: float, tokens_per_second: float) -> None:

@@ -6,6 +6,7 @@ With a cache each search gives what it gives when all tokens are computed again 
 import contextlib
 import itertools
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -61,7 +62,7 @@ def test_greedy_decode_of_several_sources():
 
 
 def test_max_len_past_the_positions_is_refused_before_the_first_step(monkeypatch):
-    model = make_model(7, 7, 1, 16, 16, 2)
+    model = make_model(7, 7, 1, 16, 16, 2).eval()
     model.tgt_embed[1] = PositionalEncoding(16, 0.0, max_len=4)
     steps = []
     monkeypatch.setattr(model, "encode", lambda *_: steps.append(1))
@@ -93,8 +94,30 @@ def test_decoding_keeps_the_mode_of_the_model():
     model = make_model(11, 11, 1, 16, 16, 2, 0.1)
     model.encoder.eval()
     modes = [m.training for m in model.modules()]
-    greedy_decode(model, torch.ones(1, 3, dtype=torch.int64), None, 3, 1)
+    with pytest.warns(UserWarning, match="train"):
+        greedy_decode(model, torch.ones(1, 3, dtype=torch.int64), None, 3, 1)
     assert [m.training for m in model.modules()] == modes
+
+
+@pytest.mark.parametrize("search", [greedy_decode, sample, beam_search, ff.stream_tokens])
+def test_decoding_with_dropout_warns(search):
+    """And only then: not in eval mode, nor where no module drops."""
+    src = torch.ones(1, 3, dtype=torch.int64)
+    model, certain = (make_model(11, 11, 1, 16, 16, 2, p) for p in (0.1, 0.0))
+    message = r"model is in train\(\) mode: dropout changes the tokens; call model.eval\(\) first"
+    with pytest.warns(UserWarning, match=message) as seen:
+        search(model, src, None, 3, 1)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    writer = ff.make_decoder(11, 1, 16, 16, 2)
+    with pytest.warns(UserWarning, match=message):
+        search(writer, src, None, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        search(certain.train(), src, None, 3, 1)
+        search(model.eval(), src, None, 3, 1)
+        model.training = True  # and no module that drops
+        search(model, src, None, 3, 1)
+        search(writer.eval(), src, None, 4)
 
 
 ids = torch.ones(2, 4, dtype=torch.int64)
@@ -945,7 +968,7 @@ def test_sample_with_a_seed():
 def test_bad_options_are_named(function, options, error, message):
     given = dict(src=ids, src_mask=None, max_len=3, start_symbol=1)
     with pytest.raises(error, match=message):
-        function(make_model(10, 10, 1, 8, 8, 2), **given | options)
+        function(make_model(10, 10, 1, 8, 8, 2).eval(), **given | options)
 
 
 def test_top_k_keeps_the_first_of_equal_scores():

@@ -46,7 +46,12 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from training_checks import interrupted_fit, resumed_fit, uneven_tokens  # noqa: F401
+from training_checks import (  # noqa: F401
+    interrupted_fit,
+    optimizer_of_shards,
+    resumed_fit,
+    uneven_tokens,
+)
 
 import benchmarks.parallel_worker as measured
 import fastformer as ff

@@ -76,7 +76,7 @@ def test_in_two_processes(tmp_path):
     The seeds, edges and refusals of context_parallel.
     """
     models = "data_parallel", "packed_batches", "bytes_sent"
-    training = "uneven_tokens", "resumed_fit", "interrupted_fit"
+    training = "uneven_tokens", "optimizer_of_shards", "resumed_fit", "interrupted_fit"
     tensors = "no_targets", "any_strides", "one_device", "gated_halves"
     context = "seed", "refusals", "order", "one_row", "no_keys", "within", "edges"
     run(tmp_path, 2, *models, *training, *tensors, *(f"context_{check}" for check in context))

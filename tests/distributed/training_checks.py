@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import warnings
 
 import numpy
 import torch
@@ -19,6 +20,24 @@ import fastformer as ff
 def in_full(model):
     shards = [p.detach() for p in model.parameters()]
     return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in shards]
+
+
+def optimizer_of_shards(folder):
+    """No warning of an optimizer of another model, also where an evaluation has left a whole model
+    of FSDP unsharded; and one of an optimizer that was made before the shards.
+    """
+    batch = ff.Batch(None, torch.tensor([[1, 5, 3]]))
+    model = ff.make_decoder(11, N=1, d_model=16, d_ff=16, h=2)
+    before = torch.optim.SGD(model.parameters(), 0.5)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(11, 0))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for given, warned in ((None, 0), (optimizer, 0), (None, 0), (optimizer, 0), (before, 1)):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            ff.run_epoch([batch], model, compute, given, progress=False)
+        assert sum("optimizer holds no" in str(x.message) for x in seen) == warned
+        assert given is not None or not any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def uneven_tokens(folder):

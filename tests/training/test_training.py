@@ -31,8 +31,11 @@ from fastformer.training import training
 def test_a_batch_on_another_device_and_in_print():
     batch = Batch(torch.ones(2, 4, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))
     moved = batch.to("meta")
-    assert {name for name, x in vars(moved).items() if x.is_meta} == set(vars(batch))
-    assert not any(x.is_meta for x in vars(batch).values())
+    tensors = {name for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    assert {*tensors, "pad"} == set(vars(batch)) and moved.pad == batch.pad == 0
+    assert all(
+        getattr(moved, name).is_meta and not getattr(batch, name).is_meta for name in tensors
+    )
     assert repr(batch) == "Batch(src=[2, 4], tgt=[2, 2], device=cpu)"
     assert repr(Batch(batch.src).to("meta")) == "Batch(src=[2, 4], tgt=None, device=meta)"
 
@@ -52,6 +55,7 @@ def test_a_batch_in_pinned_memory(packed, monkeypatch):
     have = pin_memory.pin_memory(batch)  # what the DataLoader does to what it has loaded
     assert type(have) is Batch and vars(have).keys() == vars(batch).keys()
     tensors = []
+    assert vars(batch).pop("pad") == vars(have).pop("pad") == 0
     for name, x in vars(batch).items():
         of = [(vars(batch)[name], vars(have)[name])]
         if isinstance(x, Packing):
@@ -516,6 +520,64 @@ def test_run_epoch_warns_of_training_in_eval_mode():
         warnings.simplefilter("error")
         run_epoch(some_batches(3), model.train(), echo_loss(model), optimizer, progress=False)
     assert model.training
+
+
+def an_epoch(model, optimizer, **given):
+    """The warnings of an epoch of three batches."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        given = dict(data=some_batches(3), loss_compute=echo_loss(model)) | given
+        run_epoch(model=model, optimizer=optimizer, progress=False, **given)
+    assert all(x.filename == __file__ for x in seen)
+    return [str(x.message) for x in seen]
+
+
+OTHER = "optimizer holds no parameter of model; make it from model.parameters()"
+
+
+def test_an_optimizer_of_another_model_warns():
+    model, other = Echo(7), Echo(7)
+    assert an_epoch(model, torch.optim.SGD(other.parameters(), 0.1)) == [OTHER]  # once
+    assert an_epoch(
+        torch.compile(model, backend="eager"), torch.optim.SGD(other.parameters(), 0.1)
+    ) == [OTHER]
+
+
+def test_an_optimizer_of_the_model_does_not_warn(monkeypatch):
+    """In part, beside others, compiled, as an object that is no module, or without a parameter."""
+    model, other = Echo(7), nn.Linear(2, 2)
+    other.requires_grad_(False)
+    groups = [{"params": other.parameters()}, {"params": model.parameters(), "lr": 0.3}]
+    for trained in (model, torch.compile(model, backend="eager"), model.forward):
+        assert an_epoch(trained, torch.optim.SGD(groups, 0.1)) == []
+    assert an_epoch(model, SimpleNamespace(step=int, zero_grad=int)) == []
+    head = nn.Linear(7, 7)
+    loss = SimpleLossCompute(lambda x: head(x).log_softmax(-1), LabelSmoothing(7, 0))
+
+    class Fixed(nn.Module):
+        def forward(self, src, tgt, src_mask, tgt_mask):
+            return nn.functional.one_hot(tgt, 7).float()
+
+    assert an_epoch(Fixed(), torch.optim.SGD(head.parameters(), 0.1), loss_compute=loss) == []
+
+
+def test_padding_that_the_loss_does_not_ignore_warns():
+    """Of the first batch, if it has any: 0 in the batches, which is a class of the loss."""
+    model, x = Echo(7), torch.tensor([[1, 2, 3], [1, 2, 0]])
+    says = "batch 1 is padded with 0, and padding_idx of the criterion is {}; give both the same"
+
+    def epoch(padding_idx, *batches, optimizer=None):
+        loss = SimpleLossCompute(lambda x: x.log_softmax(-1), LabelSmoothing(7, padding_idx))
+        return an_epoch(model, optimizer, data=batches, loss_compute=loss)
+
+    padded, full = Batch(x, x), Batch(x[:1], x[:1])
+    for padding_idx in (6, None, -100):
+        [said] = epoch(padding_idx, padded, padded)
+        assert said.startswith(says.format(padding_idx))
+    assert epoch(0, padded) == epoch(6, full, padded) == epoch(6, Batch(x, x, pad=6)) == []
+    duck = SimpleNamespace(**{n: v for n, v in vars(padded).items() if n != "pad"})
+    assert epoch(6, duck) == []
+    assert an_epoch(model, None, data=[padded], loss_compute=lambda x, y, n: x.sum() / n) == []
 
 
 def test_run_epoch_reports_windows_and_what_is_left():

@@ -255,9 +255,8 @@ class SimpleLossCompute:
     materialize the log-probabilities of all tokens.
 
     Raises TypeError if generator or criterion is not callable, x or y is not a tensor, or norm or
-    z_loss is not a number; ValueError if y is not [B, T], if the criterion has a `reduction` other
-    than "sum", or if z_loss is negative, not finite, or cannot be computed. Errors of generator and
-    criterion propagate.
+    z_loss is not a number; ValueError if y is not [B, T], criterion has a reduction that is no
+    "sum", or z_loss is negative, not finite or impossible. Errors of the two callables propagate.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """feed_forward on both backends, against the written-out formula in float64."""
 
 import contextlib
+import shutil
 
 import pytest
 import torch
@@ -158,6 +159,23 @@ def test_empty(backend, device):
     assert out.shape == (0, 3, 20)
     for t, g in zip(x.values(), torch.autograd.grad(out.sum(), list(x.values()))):
         assert g.shape == t.shape and (g == 0).all()
+
+
+@pytest.mark.with_all
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+def test_compiled_by_inductor_with_dropout():
+    """It fuses the bias and the product of a [rows, d_model] input, and keeps the factor."""
+    x, w, b = (torch.randn(n, 16).requires_grad_() for n in (40, 16, 1))
+
+    def call(x, w, b):
+        return functional.feed_forward(x, w, b[0], w, b[0], dropout_p=0.5, dropout_seed=3)
+
+    results = []
+    for run in (call, torch.compile(call, fullgraph=True)):
+        with use_backend("reference"):
+            out = run(x, w, b)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (x, w, b))))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -53,7 +53,8 @@ def feed_forward(
         hidden = without(drop, ACTIVATIONS[activation](hidden))
     out = hidden @ w_2.t()
     scale = dropout_scale(dropout_p)  # cheapest at the output: d_out is smaller than d_ff
-    out = out * scale if b_2 is None else torch.add(b_2, out, alpha=scale)
+    # torch.compile makes an addmm of the sum of a bias and a product, and loses the alpha.
+    out = out * scale if b_2 is None else torch.sub(b_2, out, alpha=-scale)
     return out.view(*input.shape[:-1], w_2.shape[0])
 
 

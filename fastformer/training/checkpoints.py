@@ -127,11 +127,9 @@ class Checkpoints:
         self._settings |= settings or {}
         self._started = time.monotonic()
         steps = self._found()
-        for rank, theirs in enumerate(seen := _gathered(steps)):
-            if theirs != seen[0]:
-                raise ValueError(
-                    f"rank {rank} has checkpoints {theirs}, and rank 0 {seen[0]}; expected the same"
-                )
+        seen = _gathered(steps)
+        if any(theirs != steps for theirs in seen):
+            raise ValueError(f"the ranks have checkpoints {seen}; expected the same on all")
         if not resume:
             self._delete(steps)
             return 0, []

@@ -406,11 +406,8 @@ class _Training:
     def _best(self) -> Row | None:
         """Return the first of the best validations."""
         name, sign = ("valid_loss", -1) if self.metric is None else ("metric", 1)
-
-        def quality(row: Row) -> float:
-            return -math.inf if math.isnan(row[name]) else sign * row[name]
-
-        return max(self.validations, key=quality, default=None)
+        numbers = [row for row in self.validations if not math.isnan(row[name])]
+        return max(numbers or self.validations, key=lambda row: sign * row[name], default=None)
 
     def _waited(self) -> int:
         """Return the number of validations since the best one."""

@@ -19,13 +19,9 @@ _PLAIN = bool, int, float, str, NoneType
 
 def unwrapped(model: Any) -> Any:
     """Return the module inside of DistributedDataParallel and torch.compile."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        else:
-            return model
+    while (compiled := hasattr(model, "_orig_mod")) or isinstance(model, DistributedDataParallel):
+        model = model._orig_mod if compiled else model.module
+    return model
 
 
 def settings_of(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 
 _CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
 
@@ -47,6 +48,17 @@ def gradients_through(
         options = dict(create_graph=create_graph, materialize_grads=True)
         found = iter(torch.autograd.grad(results, wanted, incoming, **options))
     return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+
+
+def differentiable(x: Tensor) -> Tensor:
+    """Return a view of x that requires a gradient. What an op has saved within torch.func.vjp no
+    longer requires one when the function that vjp returned is called.
+    """
+    view = x.view_as(x)
+    if view.requires_grad:
+        return view
+    with enable_inplace_requires_grad(True):
+        return view.requires_grad_()
 
 
 def eager(x: Tensor) -> bool:

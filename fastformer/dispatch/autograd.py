@@ -42,7 +42,7 @@ from torch.autograd import forward_ad
 
 from fastformer.description import Attention, pack, unpack
 from fastformer.dispatch.operation import Operation
-from fastformer.eager import gradients_through, use_formula
+from fastformer.eager import differentiable, gradients_through, use_formula
 
 
 class _Pair:
@@ -203,7 +203,7 @@ def _through_reference(
     # Views, so that an input that is an intermediate of the caller's graph is differentiated up to
     # here, and no further.
     names = [pair.arguments[i] for i in pair.grads]
-    inputs = [arguments[n].view_as(arguments[n]) if need else None for n, need in zip(names, needs)]
+    inputs = [differentiable(arguments[n]) if need else None for n, need in zip(names, needs)]
     arguments.update({n: x for n, x in zip(names, inputs) if x is not None})
     if pair.fields:
         arguments["attention"] = unpack([arguments.pop(name) for name in pair.fields])

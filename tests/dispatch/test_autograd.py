@@ -312,6 +312,25 @@ def test_double_backward_of_some_inputs(device, name):
             assert (have - want).norm() <= 1e-5 * (want.norm() + 1e-3), some
 
 
+@pytest.mark.all_cases
+@pytest.mark.parametrize("name", SMALL)
+def test_vjp(device, backend, name):
+    """The function that torch.func.vjp returned, after its level has ended; batched by jacrev."""
+    call, tensors = over_tensors(*arguments(name, device, torch.float64))
+    with use_backend("reference"):
+        out = joined(call(*tensors))
+        cotangent = torch.randn_like(out)
+        wants = torch.autograd.grad(out, tensors, cotangent)
+    if device.type == "cuda":
+        tensors, cotangent = [x.detach().float() for x in tensors], cotangent.float()
+    inputs = [x.detach() for x in tensors]
+    _, vjp = torch.func.vjp(lambda *x: joined(call(*x)), *inputs)
+    rows = torch.func.jacrev(lambda *x: joined(call(*x)), tuple(range(len(inputs))))(*inputs)
+    for want, one, jacobian in zip(wants, vjp(cotangent), rows, strict=True):
+        for have in (one, torch.tensordot(cotangent, jacobian, cotangent.dim())):
+            torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("name", list(ARGUMENTS))
 @pytest.mark.parametrize("which", ["forward", "backward"])

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from fastformer.description import RowShard
 from fastformer.dispatch import backends
-from fastformer.eager import formula, gradients_through, use_formula
+from fastformer.eager import differentiable, formula, gradients_through, use_formula
 from fastformer.ops.dropout import dropout, dropout_scale, dropped_rows, of_runs, without
 
 
@@ -218,7 +218,8 @@ def dropout_add_norm_backward(
     The gradient of residual_out is the sum of grad_residual_out and its gradient through the norm.
     """
     shape = list(weight.shape)
-    given = [x if x is None else x.view_as(x) for x in (residual_out, weight, bias)]
+    wanted = zip((residual_out, weight, bias), (True, *needs[2:]))
+    given = [differentiable(x) if need and x is not None else x for x, need in wanted]
     options = {} if unbiased is None else {"bias": given[2], "unbiased": unbiased}
     with use_formula():
         normalized = norm(given[0], shape, given[1], eps=eps, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastformer.eager import gradients_through
+from fastformer.eager import differentiable, gradients_through
 
 
 def rotary_embedding(
@@ -65,11 +65,11 @@ def rotary_embedding_backward(
     asks for. A query or key without a norm is not saved: its rotation is linear.
     """
     grads = grad_rotated_query, grad_rotated_key
-    given: list[Tensor | None] = [
-        torch.zeros_like(grad, requires_grad=True) if x is None else x.view_as(x)
+    given: list[Tensor | None] = [  # no zeros_like: a gradient may be batched, by torch.func.jacrev
+        torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device) if x is None else x
         for x, grad in zip((query, key), grads)
     ]
-    given += [x if x is None else x.view_as(x) for x in (query_norm, key_norm)]
+    given = [x if x is None else differentiable(x) for x in (*given, query_norm, key_norm)]
     q, k, *norms = given
     options = dict(interleaved=interleaved, query_norm=norms[0], key_norm=norms[1], eps=eps)
     with torch.enable_grad():

@@ -1221,12 +1221,13 @@ def test_torch_func(backend, device):
 
 
 def forward_mode_results(call, x, t):
-    """The output and its tangent, by torch.func.jvp; and a gradient and its own tangent."""
+    """The output and its tangent, by torch.func.jvp; a gradient and its own tangent; by vjp."""
 
     def loss(x):
         return call(x).sin().sum()
 
-    return *torch.func.jvp(call, (x,), (t,)), *torch.func.jvp(torch.func.grad(loss), (x,), (t,))
+    of_gradient = torch.func.jvp(torch.func.grad(loss), (x,), (t,))
+    return *torch.func.jvp(call, (x,), (t,)), *of_gradient, *torch.func.vjp(call, x)[1](t)
 
 
 def test_forward_mode(backend, device):
@@ -1254,7 +1255,7 @@ def test_forward_mode(backend, device):
             have = forward_mode_results(call, x, t)
             with forward_ad.dual_level():
                 dual = forward_ad.unpack_dual(call(forward_ad.make_dual(x, t)))
-        assert len(ran) >= 3 and {choice.backend for choice in ran} == {backend}
+        assert len(ran) >= 4 and {choice.backend for choice in ran} == {backend}
         assert "torch.func" not in str(report)
         for one, other in zip((*have, *dual), (*want, *want[:2]), strict=True):
             assert relative(one, other) < 1e-5

@@ -15,19 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 from fastformer.description import parts
 
 
-def _lengths(offsets: torch.Tensor, longest: int) -> list[int]:
-    known = type(offsets) is torch.Tensor and not offsets.is_meta
-    return offsets.diff().tolist() if known else [longest] * (len(offsets) - 1)
-
-
 def _attention(x: dict[str, Any]) -> int:
     if "projected" in x:
         query, key, value = parts(x["projected"], x["memory"], x["heads"], x["order"])
     else:
         query, key, value = (x[n if n in x else n + "_pages"] for n in ("query", "key", "value"))
     if "max_q" in x:
-        lengths = (_lengths(x["cu_seqlens_" + n], x["max_" + n]) for n in "qk")
-        pairs = sum(q * k for q, k in zip(*lengths))
+        both = [x["cu_seqlens_" + n] for n in "qk"]
+        pairs = (len(both[0]) - 1) * x["max_q"] * x["max_k"]
+        if type(both[0]) is torch.Tensor and not both[0].is_meta:  # the lengths are known
+            pairs = int((both[0].diff() * both[1].diff()).sum())
     else:
         columns = x["block_table"].shape[1] * key.shape[1] if "block_table" in x else key.shape[2]
         pairs = query.shape[0] * query.shape[2] * columns

@@ -49,10 +49,9 @@ class Checkpoints:
     optimizer, the schedule, the losses of N steps, the state of the generators of torch, NumPy and
     Python, the settings and the version of this form. Only the three newest checkpoints are kept;
     other files in the folder are not touched.
-    Several processes save one checkpoint, which has the losses and the generators of each. Any
-    number of processes loads it. Each takes what it had itself. A process that was not there takes
-    the losses of the first one, and its generators if all processes have the same seed; else it
-    keeps its own.
+    Several processes save one checkpoint, with the losses and the generators of each, which any
+    number loads: a process that was not there takes the losses of the first one, and its generators
+    if all have the same seed.
 
     Args:
         folder: where they are saved; it is made if it does not exist.

@@ -92,10 +92,9 @@ def fit(
     generators had at the start of the epoch, and the batches that were trained are left out: a
     list, a DataLoader, or whatever depends on these generators alone.
 
-    Only the same run is resumed. A checkpoint also has its settings: the seed of torch, the numbers
-    of each module, of the optimizer, the schedule and the loss, those of the batches, the number of
-    processes, and accumulation_steps, max_grad_norm and autocast. What differs is refused by name,
-    as is an epoch that begins with another batch.
+    Only the same run is resumed: a checkpoint has the seed of torch, the numbers of each module, of
+    the optimizer, the schedule, the loss and the batches, the number of processes, and arguments of
+    `fit`. What differs is refused by name, as is an epoch that begins with another batch.
 
     Ctrl-C saves a checkpoint after the update that it meets, and raises KeyboardInterrupt then; a
     second one ends the run at once. Without checkpoints, the first one does.
@@ -172,10 +171,7 @@ def fit(
                 report_every=report_every * accumulation_steps, after_update=training.after_update,
                 cuda_graph=cuda_graph, **options,
             )  # fmt: skip
-    result = training.finish()
-    if training.interrupted:  # after the last update
-        raise KeyboardInterrupt
-    return result
+    return training.finish()
 
 
 @contextmanager
@@ -189,8 +185,7 @@ def _interrupted_between_updates(training: _Training) -> Iterator[None]:
         training.interrupted = True
         signal.signal(signal.SIGINT, usual)
         if os.getpid() == own:  # and not a worker of a DataLoader, which goes on as well
-            message = "Ctrl-C: a checkpoint is saved first; again ends the run at once"
-            print(message, file=sys.stderr, flush=True)
+            print("Ctrl-C: the run ends after this update; again ends it at once", file=sys.stderr)
 
     if waits:
         signal.signal(signal.SIGINT, handle)
@@ -350,8 +345,7 @@ class _Training:
             self._report()
         if self.valid_every is not None and step % self.valid_every == 0:
             self._validate()
-        saves = self.checkpoints is not None
-        if saves and self.checkpoints.end_step(self.losses, stop=self.interrupted):
+        if self.checkpoints and self.checkpoints.end_step(self.losses, stop=self.interrupted):
             raise KeyboardInterrupt
 
     def finish(self) -> Fitted:
@@ -365,6 +359,8 @@ class _Training:
 
             set_model_state_dict(self.model, self.weights)
         self.model.eval()
+        if self.interrupted:  # after the last update
+            raise KeyboardInterrupt
         losses = torch.stack(self.losses).tolist() if self.losses else []
         return Fitted(losses, self.validations, self._best())
 

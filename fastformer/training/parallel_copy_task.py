@@ -179,15 +179,13 @@ class Parallel(OneProcess):
         return model
 
     def local_batch(self, batch: Batch) -> Batch:
-        local = copy.copy(batch)
-        assert batch.tgt_y is not None
+        local: Any = copy.copy(batch)
         if self._context is not None:
-            local.tgt_y = self._context.shard(self._context.pad(batch.tgt_y, 1, PAD), 1)
+            local.tgt_y = self._context.shard(self._context.pad(local.tgt_y, 1, PAD), 1)
         elif self._splits:
             rows = slice(self.rank * self._count, (self.rank + 1) * self._count)
             for name in ("src", "tgt", "src_mask", "tgt_mask", "tgt_y"):
                 setattr(local, name, getattr(batch, name)[rows])
-        assert local.tgt_y is not None
         local.ntokens = (local.tgt_y != PAD).sum()
         return local
 

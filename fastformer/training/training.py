@@ -354,10 +354,9 @@ def run_epoch(
     A progress bar shows loss per token and tokens per second. The loop synchronizes
     with the device only at reports and, with a `scaler`, at each step of the optimizer.
 
-    A model in DistributedDataParallel or FSDP, each process with batches of its own, takes the
-    update of one process with the batches of all: every token has the same weight, however many of
-    them a process has. Losses and speeds are then those of all processes, but in an evaluation.
-    The processes need the same number of batches.
+    A model in DistributedDataParallel or FSDP, each process with as many batches of its own, takes
+    the update of one process with the batches of all: every token has the same weight. Losses and
+    speeds are then those of all processes, but in an evaluation.
 
     Args:
         data: batches with targets; if it has a length, the bar shows the remaining batches.

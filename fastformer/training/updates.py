@@ -68,9 +68,7 @@ class Processes(NamedTuple):
         return None
 
     def sums(self, loss: Tensor, tokens: Tensor, part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss per token of all their batches, the number of tokens, and the part that
-        these batches have of the loss of the update.
-        """
+        """Return the loss per token and the tokens of all, and their part of the update's loss."""
         own = torch.stack([loss.double() * tokens, tokens.double(), part.double() / self.size])
         dist.all_reduce(own, group=self.group)
         return (own[0] / own[1].clamp(min=1)).to(loss), own[1], own[2].to(loss)

@@ -51,9 +51,7 @@ def gradients_through(
 
 
 def differentiable(x: Tensor) -> Tensor:
-    """Return a view of x that requires a gradient. What an op has saved within torch.func.vjp no
-    longer requires one when the function that vjp returned is called.
-    """
+    """Return a view of x that requires a gradient, as what torch.func.vjp saved no longer does."""
     view = x.view_as(x)
     if view.requires_grad:
         return view

@@ -170,6 +170,10 @@ class _Kernel(torch.autograd.Function):
         ]
         if torch.is_grad_enabled():
             results: Sequence[Tensor | None] = _through_reference(pair, saved, incoming, needs)
+            # Views: what torch.func.vjp saved is wrapped by its level, which has ended.
+            given = [x.view_as(x) for x in (*saved, *incoming) if isinstance(x, Tensor)]
+            if not any(x.requires_grad for x in given) and not _has_tangent(given):
+                results = [g if g is None else g.detach() for g in results]
         elif ahead is not None and ahead.numel() and not _is_retained():
             pair.in_place(*incoming, *saved, ahead)
             results = (ahead,)

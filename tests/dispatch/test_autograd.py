@@ -329,6 +329,7 @@ def test_vjp(device, backend, name):
     for want, one, jacobian in zip(wants, vjp(cotangent), rows, strict=True):
         for have in (one, torch.tensordot(cotangent, jacobian, cotangent.dim())):
             torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=1e-5)
+            assert not have.requires_grad
 
 
 @pytest.mark.sample

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import CheckpointError
 
 from fastformer.description import Attention, beyond_torch
 from fastformer.eager import eager, formula, gradients_through, may_read
@@ -109,12 +108,12 @@ def fused(*given: Any, **scale: Any) -> Tensor:
 
 
 def _with_graph(found: tuple[Any, ...], grad: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    if not torch.is_grad_enabled():  # no create_graph=True
-        return None
     node: Any = torch._C._current_autograd_node()  # a hook that held it would be a cycle
+    if node is None or not torch.is_grad_enabled():  # compiled autograd, or no create_graph=True
+        return None
     try:
         saved = node._saved_query, node._saved_key, node._saved_value
-    except CheckpointError:  # a checkpoint gives each tensor once
+    except Exception:  # a checkpoint, and other hooks, give each tensor once
         return None
     views = [x.view_as(x) for x in saved]  # of one tensor, perhaps
     options = node._saved_attn_mask, 0.0, node._saved_is_causal

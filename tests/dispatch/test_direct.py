@@ -286,7 +286,7 @@ def test_second_derivatives_of_attention_with_one_tensor_as_query_key_and_value(
         assert (found - want).norm() <= numerics.RELATIVE[torch.float32] * want.norm()
 
 
-def test_gradients_with_a_graph_within_an_activation_checkpoint(monkeypatch):
+def test_gradients_with_a_graph_within_an_activation_checkpoint():
     """It hands out each tensor once, so there is no second derivative; the first stays right. So it
     does with other hooks that hand it out once, and by compiled autograd, which has no node.
     """
@@ -297,9 +297,9 @@ def test_gradients_with_a_graph_within_an_activation_checkpoint(monkeypatch):
     for out in (checkpoint(SDPA, *given, use_reentrant=False), once):
         grads = torch.autograd.grad(out.sin().sum(), given, create_graph=True)
         assert all(map(torch.equal, grads, want))
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
     loss = SDPA(*given).sin().sum()
-    torch.compile(lambda x: x.backward(create_graph=True), backend="eager")(loss)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda x: x.backward(create_graph=True), backend="eager")(loss)
     for x, grad in zip(given, want):
         torch.testing.assert_close(x.grad, grad)
 

@@ -582,6 +582,14 @@ def test_ctrl_c_saves_a_checkpoint_first(tmp_path, ctrl_c, capsys):
     interrupted(1, 9, checkpoints=tmp_path / "c")
     assert os.listdir(tmp_path / "c") == ["step-9"]
 
+    def metric(model):
+        signal.raise_signal(signal.SIGINT)
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):  # in the validation after the last epoch
+        trained(lists(), epochs=1, metric=metric, checkpoints=tmp_path / "d")
+    assert os.listdir(tmp_path / "d") == ["step-7"]
+
 
 def test_what_cuda_graphs_leave_in_an_optimizer_is_saved_as_numbers(tmp_path):
     """Learning rates that are tensors, as run_epoch(cuda_graph=True) makes them."""

@@ -232,7 +232,7 @@ class Checkpoints:
         parts = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         set_state_dict(model, optimizer, **parts)
         if scheduler is not None:
-            scheduler.load_state_dict(state["scheduler"])
+            scheduler.load_state_dict(state["scheduler"][0])
         if len(set(_gathered(torch.initial_seed()))) == 1 or rank < processes:
             set_random_state(random)
         if more is not None:
@@ -267,7 +267,8 @@ class Checkpoints:
         return {
             "model": parameters,
             "optimizer": moments,
-            "scheduler": {} if scheduler is None else _numbers(scheduler.state_dict()),
+            # A tuple is saved as one object, with keys that are no words.
+            "scheduler": (None if scheduler is None else _numbers(scheduler.state_dict()),),
             "more": more or {},
         }
 

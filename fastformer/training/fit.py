@@ -32,6 +32,7 @@ from fastformer.training.batches import Batch
 from fastformer.training.checkpoints import Checkpoints, is_first, random_state, set_random_state
 from fastformer.training.settings import checksum, settings_of, unwrapped
 from fastformer.training.training import LabelSmoothing, SimpleLossCompute, run_epoch
+from fastformer.training.updates import tensors_of
 
 Row = dict[str, Any]
 COLUMNS = dict(  # of the log, and how they are printed
@@ -258,6 +259,7 @@ class _Training:
                 settings = {"steps": self.steps or 2**31 - 1}
                 self.checkpoints = Checkpoints(self.checkpoints, settings, EVERY)
         self._compared = isinstance(self.checkpoints, Checkpoints)
+        self._again: Any = None  # the iterator of a resumed epoch, and the generators' state
 
     # ------------------------------------------------------------------------------ the batches
 
@@ -297,7 +299,7 @@ class _Training:
             while not self._is_over() and (batch := next(rest, None)) is not None:
                 self.batch += 1
                 if self.batch == 1 and self._compared:
-                    self.first = checksum(batch)
+                    self.first = checksum(tensors_of(batch))
                 self._tokens += getattr(batch, "ntokens", None) or 0
                 yield self._moved(batch)
             if self._is_over():
@@ -326,10 +328,11 @@ class _Training:
             self.random = now
         if self.batch == 0 or _has_state(self.batches):
             return iter(self.batches)
-        set_random_state(self.random)
-        rest = iter(self.batches)
+        set_random_state(self._again[1] if self._again else self.random)
+        rest = self._again[0] if self._again else iter(self.batches)
         deque(islice(rest, self.batch), 0)  # reads them
         set_random_state(now)
+        self._again = None
         return rest
 
     def _moved(self, batch: Batch) -> Batch:
@@ -402,8 +405,10 @@ class _Training:
     def _best(self) -> Row | None:
         """Return the first of the best validations."""
         name, sign = ("valid_loss", -1) if self.metric is None else ("metric", 1)
-        numbers = [row for row in self.validations if not math.isnan(row[name])]
-        return max(numbers or self.validations, key=lambda row: sign * row[name], default=None)
+        rows = [row for row in self.validations if name in row]  # those of a run before, perhaps
+        numbers = [row for row in rows if not math.isnan(row[name])]
+        first = next(iter(self.validations), None)
+        return max(numbers, key=lambda row: sign * row[name], default=first)
 
     def _waited(self) -> int:
         """Return the number of validations since the best one."""
@@ -448,12 +453,15 @@ class _Training:
 
     def _begins_as_before(self) -> bool:
         """Return whether the first batch of the epoch is the one of the checkpoint."""
-        if _has_state(self.batches) or iter(self.batches) is self.batches:
-            return True  # it is compared by its settings, or can be read once only
+        if _has_state(self.batches):
+            return True  # it is compared by its settings
         now = random_state()
         set_random_state(self.random)
-        found = checksum(next(iter(self.batches), None))
+        rest = iter(self.batches)
+        head = [] if rest is self.batches else list(islice(rest, 1))  # it can be read once only
+        self._again = (chain(head, rest), random_state()) if head else None  # for `_opened`
         set_random_state(now)
+        found = checksum(tensors_of(head[0])) if head else self.first
         return found == self.first
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
+from collections.abc import Iterable
 from types import NoneType
 from typing import Any
 
@@ -11,9 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastformer.training.updates import tensors_of
-
-_UPDATES = 0, 1, 10, 100, 1000, 10_000  # at which the rates of two schedules are compared
 _PLAIN = bool, int, float, str, NoneType
 
 
@@ -32,14 +30,17 @@ def settings_of(
     """
     modules = {f"model.{name}": text(x) for name, x in unwrapped(model).named_modules()}
     rates = [[x.get("initial_lr"), x.get("weight_decay")] for x in optimizer.param_groups]
+    defaults = {k: v for k, v in optimizer.defaults.items() if not isinstance(v, torch.Tensor)}
+    criterion = getattr(loss_compute, "criterion", None)
+    weights = criterion.buffers() if isinstance(criterion, nn.Module) else ()
     return {
         "seed": torch.initial_seed(),
         **modules,
-        "optimizer": f"{type(optimizer).__name__}({text(optimizer.defaults)}, {text(rates)})",
+        "optimizer": f"{type(optimizer).__name__}({text(defaults)}, {text(rates)})",
         "scheduler": text(scheduler) if scheduler is None else _schedule(scheduler),
         "batches": text(batches.settings if hasattr(batches, "settings") else _length(batches)),
         "loss_compute": text(loss_compute),
-        "criterion": text(getattr(loss_compute, "criterion", None)),
+        "criterion": f"{text(criterion)}, weights {checksum(weights)}",
     }
 
 
@@ -66,7 +67,8 @@ def _schedule(scheduler: Any) -> str:
     """Return the arguments of a schedule that it keeps, and the rates of a LambdaLR."""
     names = inspect.signature(type(scheduler)).parameters.keys() - {"optimizer", "last_epoch"}
     kept = {name: getattr(scheduler, name) for name in sorted(names) if hasattr(scheduler, name)}
-    rates = [f(n) for f in getattr(scheduler, "lr_lambdas", ()) for n in _UPDATES]
+    kept["parts"] = [_schedule(x) for x in getattr(scheduler, "_schedulers", ())]
+    rates = [f(n) for f in getattr(scheduler, "lr_lambdas", ()) for n in (0, 1)]
     return f"{type(scheduler).__name__}({text(kept | dict(rates=rates))})"
 
 
@@ -78,10 +80,10 @@ def _length(batches: Any) -> int | None:
         return None
 
 
-def checksum(batch: Any) -> int:
-    """Return a number that another batch hardly has."""
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a number that other tensors hardly have."""
     found = 0
-    for x in tensors_of(batch):
+    for x in tensors:
         content = x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         found = zlib.crc32(content, zlib.crc32(repr(x.shape).encode(), found))
     return found

@@ -503,7 +503,9 @@ def _require_epoch(data: object, updates: Updates) -> None:
             stacklevel=3,
         )
     if isinstance(optimizer, Optimizer) and isinstance(model, nn.Module):
-        own = {id(p) for p in model.parameters()}
+        head = getattr(loss_compute, "generator", None)  # which may be no part of the model
+        parts = [x for x in (model, head) if isinstance(x, nn.Module)]
+        own = {id(p) for x in parts for p in x.parameters()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         # The shards that FSDP gives an optimizer are no parameters of an unsharded model.
         if own and not any(id(p) in own or backends.is_dtensor(p) for p in held):
@@ -579,7 +581,7 @@ def _require_batch(step: int, batch: Any, updates: Updates) -> None:
     if step == 1 and isinstance(loss_compute, SimpleLossCompute) and may_read(batch.tgt_y):
         pad = getattr(batch, "pad", None)
         ignored = getattr(loss_compute.criterion, "padding_idx", pad)
-        if pad not in (None, ignored) and batch.ntokens < batch.tgt_y.numel():
+        if pad not in (None, ignored) and bool((batch.tgt_y == pad).any()):
             message = f"batch 1 is padded with {pad}, and padding_idx of the criterion is {ignored}"
             warnings.warn(f"{message}; give both the same token id", stacklevel=3)
 

@@ -461,7 +461,9 @@ def same_run(folder, seed=0, model=None, optimizer=None, data=None, valid=None, 
     batches = data if isinstance(data, list) and hasattr(data[0], "tgt") else None
     if batches is None:
         batches = ff.token_batches(data, **{"tokens": 16, **options.pop("batches", {})})
-    criterion = ff.LabelSmoothing(9, 0, options.pop("smoothing", 0.1))
+    criterion = ff.LabelSmoothing(
+        9, 0, options.pop("smoothing", 0.1), weight=options.pop("weight", None)
+    )
     given = dict(
         optimizer=best, scheduler=scheduler, checkpoints=folder, progress=False,
         loss_compute=ff.SimpleLossCompute(made.generator, criterion),
@@ -488,6 +490,14 @@ REFUSED = {  # what is changed, and the words of the refusal
     "fewer epochs": (dict(epochs=1), "epoch 3 begun; expected 1 epochs or fewer"),
     "fewer steps": (dict(epochs=None, steps=3), "steps; expected 3 or fewer"),
     "smoothing": (dict(smoothing=0.2), "criterion .*smoothing=0.1, .*; expected .*smoothing=0.2"),
+    "class weights": (
+        dict(weight=torch.ones(9)),
+        "criterion .*weights 0; expected .*weights [1-9]",
+    ),
+    "the same ids in other rows": (
+        dict(data=[ROWS[0][:3], ROWS[0][3:] + ROWS[1], *ROWS[2:]]),
+        "batches rows=6, checksum=",
+    ),
     "accumulation": (dict(accumulation_steps=2), "accumulation_steps 1; expected 2"),
     "clipping": (dict(max_grad_norm=1.0), "max_grad_norm None; expected 1.0"),
     "a dtype": (dict(autocast=torch.bfloat16), "autocast None; expected torch.bfloat16"),
@@ -531,6 +541,36 @@ def test_lists_are_compared_by_their_length_and_first_batch(steps, tmp_path):
         with pytest.raises(ValueError, match=words):
             same_run(tmp_path, data=data, epochs=None, steps=4)
     assert len(same_run(tmp_path, data=TWO, epochs=None, steps=4).losses) == 4
+
+
+def test_a_loader_with_its_own_generator_resumes_within_its_first_epoch(tmp_path):
+    """To compare its first batch does not begin it twice. Later epochs cannot be found again."""
+    rows = torch.randint(3, 9, (28, 5), generator=torch.Generator().manual_seed(0))
+
+    def run(folder, until):
+        own = torch.Generator().manual_seed(1)
+        collate = lambda x: ff.Batch(None, torch.stack(x))  # noqa: E731
+        data = torch.utils.data.DataLoader(rows, 4, True, collate_fn=collate, generator=own)
+        torch.manual_seed(0)
+        model = ff.make_decoder(9, N=1, d_model=8, d_ff=16, h=2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+        return ff.fit(
+            model, data, optimizer=optimizer, scheduler=schedule, steps=until, progress=False,
+            checkpoints=ff.Checkpoints(folder, {"steps": 99}, 2),
+        ).losses  # fmt: skip
+
+    want = run(tmp_path / "whole", 9)
+    assert run(tmp_path / "parts", 3) == want[:3] and run(tmp_path / "parts", 5) == want[:5]
+    assert run(tmp_path / "parts", 9) == want
+    with pytest.raises(ValueError, match="another first batch of the epoch"):
+        run(tmp_path / "parts", 10)
+
+
+def test_a_metric_that_is_added_counts_from_then_on(tmp_path):
+    same_run(tmp_path, data=TWO, valid=TWO)
+    result = same_run(tmp_path, data=TWO, valid=TWO, epochs=4, metric=lambda model: 1.0)
+    assert result.best["epoch"] == 3 and "metric" not in result.validations[1]
 
 
 def test_a_resumption_is_printed(tmp_path, capsys):

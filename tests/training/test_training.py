@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data._utils import pin_memory
 
+import fastformer as ff
 from fastformer import (
     Batch,
     Generator,
@@ -541,6 +542,17 @@ def test_an_optimizer_of_another_model_warns():
     assert an_epoch(
         torch.compile(model, backend="eager"), torch.optim.SGD(other.parameters(), 0.1)
     ) == [OTHER]
+
+
+def test_the_right_use_of_a_head_and_of_other_labels_does_not_warn():
+    """An optimizer of the loss's generator alone, and labels of -100 in place of padding."""
+    model, head = ff.make_decoder(9, N=1, d_model=8, d_ff=16, h=2), ff.Generator(8, 9)
+    batch = ff.Batch(None, torch.tensor([[1, 3, 4, 0], [1, 5, 6, 7]]))
+    batch.tgt_y = batch.tgt_y.masked_fill(batch.tgt_y == 0, -100)
+    compute = ff.SimpleLossCompute(head, ff.LabelSmoothing(9, -100))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ff.run_epoch([batch], model, compute, torch.optim.SGD(head.parameters()), progress=False)
 
 
 def test_an_optimizer_of_the_model_does_not_warn(monkeypatch):

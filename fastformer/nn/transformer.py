@@ -215,9 +215,8 @@ def _rotary(
 
 def _initialised(model: Model, made: tuple[str, dict[str, Any]]) -> Model:
     """Initialise two-dimensional weights with xavier_uniform_ and the rows of padding with zeros.
-    Learned positions have three dimensions, [1, max_len, d], and keep the sinusoid.
-
-    made: the name of the function that has made the model, and its arguments, for save_model.
+    Learned positions have three dimensions, [1, max_len, d], and keep the sinusoid. made: the name
+    of the function that has made the model, and its arguments, for save_model.
     """
     model._made = made  # type: ignore[assignment]
     for p in model.parameters():

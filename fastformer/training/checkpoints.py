@@ -1,8 +1,7 @@
 """Checkpoints of a training run, of one process or of several, by torch.distributed.checkpoint.
 
 A folder step-N holds the model, the optimizer and the schedule once, and for each process the
-losses of N steps and the state of its generators. Any number of processes reads what another number
-of them has saved.
+losses of N steps and the state of its generators. Any number of processes reads it.
 """
 
 from __future__ import annotations
@@ -155,10 +154,8 @@ class Checkpoints:
         """Save a checkpoint if one is due, or if this is the last step, unless the step has one.
 
         losses: the loss of every step so far, scalars.
-        stop: whether this process wants to save and stop, as after Ctrl-C.
-
-        Returns True after this step has been saved because a process wants to stop. Several
-        processes learn of it every 10 steps.
+        stop: whether this process wants to save and stop, as after Ctrl-C. Returns True if one
+        does, which several processes learn every 10 steps, after the step has been saved.
 
         Raises OSError, on all ranks, if it cannot be written, as when the disk is full. The earlier
         checkpoints are then as they were.

@@ -97,9 +97,6 @@ def fit(
     the optimizer, the schedule, the loss and the batches, the number of processes, and arguments of
     `fit`. What differs is refused by name, as is an epoch that begins with another batch.
 
-    Ctrl-C saves a checkpoint after the update that it meets, and raises KeyboardInterrupt then; a
-    second one ends the run at once. Without checkpoints, the first one does.
-
     Args:
         model: as in `run_epoch`; it is put into training mode, and batches go to its device.
         batches: read once an epoch, such as `token_batches`. An update may take batches of two
@@ -118,22 +115,21 @@ def fit(
             one; the model then gets the best weights, as it does at the last step. None leaves it
             the last weights.
         checkpoints: a `Checkpoints`, or the folder of one that saves every 100 updates; None for
-            none. The run resumes from what is there.
+            none. The run resumes from what is there. Ctrl-C saves one after the current update, and
+            raises KeyboardInterrupt then; a second one ends the run at once.
         resume: False deletes the checkpoints that are there, and begins a new run.
         log: a folder for log.csv and, if tensorboard is installed, for its events. log.csv is
             written anew, with the rows that the checkpoint has, if there is one.
         report: called with each row of the log, a dict: "step", "epoch", "loss" (per token, the
-            mean since the last row), "learning_rate" and "tokens_per_second" (of this process)
-            every `report_every` updates, "step", "epoch", "valid_loss" and "metric" at a
-            validation.
+            mean since the last row), "learning_rate" and "tokens_per_second" (here) every
+            `report_every` updates, "step", "epoch", "valid_loss" and "metric" at a validation.
         report_every: the number of updates between rows.
         progress: as in `run_epoch`; the bar covers all epochs. Where it is not False and `report`
             is None, rows are printed: all if there is no bar, else the validations.
         accumulation_steps, max_grad_norm, autocast, scaler, cuda_graph: as in `run_epoch`.
 
     Several processes, as under DDP, have to see the same `valid` and metric, and as many batches an
-    epoch; the first one writes the log and draws the bar. Each resumes from its own position and
-    generators.
+    epoch; the first one writes the log. Each resumes from its own position and generators.
 
     Raises:
         ValueError: epochs and steps are both None or both given, a number is below 1, batches hold

@@ -25,9 +25,7 @@ def unwrapped(model: Any) -> Any:
 def settings_of(
     model: nn.Module, optimizer: Any, scheduler: Any, batches: Any, loss_compute: Any
 ) -> dict[str, Any]:
-    """Return the seed, and texts of the modules, the optimizer, the schedule, the batches and the
-    loss.
-    """
+    """Return the seed, and texts of modules, optimizer, schedule, batches and loss."""
     modules = {f"model.{name}": text(x) for name, x in unwrapped(model).named_modules()}
     rates = [[x.get("initial_lr"), x.get("weight_decay")] for x in optimizer.param_groups]
     defaults = {k: v for k, v in optimizer.defaults.items() if not isinstance(v, torch.Tensor)}

@@ -32,10 +32,7 @@ def _inputs(batch: Batch) -> tuple[Tensor | Packing | None, ...]:
 
 
 def shares(group: list[Batch], processes: Processes | None = None) -> list[Tensor | None]:
-    """Return the share that each batch has of the tokens of an update; None for a batch alone.
-
-    Processes that average their gradients: the share of the tokens of all, times their number.
-    """
+    """Return each batch's share of all tokens (times the processes); None for a batch alone."""
     if len(group) == 1 and processes is None:
         return [None]
     counts = [batch.ntokens for batch in group if batch.ntokens is not None]
@@ -88,10 +85,7 @@ class Updates(NamedTuple):
     def losses(
         self, group: list[Batch], weights: list[Tensor | None]
     ) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield the batches of an update and their losses; the last one after the update.
-
-        weights: the `shares` of the batches.
-        """
+        """Yield the batches of an update and their losses; the last one after the update."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         for i, (batch, share) in enumerate(zip(group, weights), 1):

@@ -217,7 +217,7 @@ class token_batches:
         found = 0
         for row in self._data:
             for x in row if _is_pair(row) else [row]:
-                found = zlib.crc32(b"%d" % len(x), found)
+                x, found = torch.as_tensor(x).cpu(), zlib.crc32(b"%d" % len(x), found)
                 found = zlib.crc32(torch.as_tensor(x).long().numpy().tobytes(), found)
         flags = dict(packed=self._packed, shuffle=self._shuffle, padding_idx=self.padding_idx)
         numbers = dict(tokens=self._tokens, seed=self._seed)

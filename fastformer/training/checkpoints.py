@@ -123,7 +123,7 @@ class Checkpoints:
 
         self._state = model, optimizer, scheduler, more, own
         self._settings |= settings or {}
-        self._started = time.monotonic()
+        self._saved, self._started, self.resumed_from = 0, time.monotonic(), None
         steps = self._found()
         seen = _gathered(steps)
         if any(theirs != steps for theirs in seen):

@@ -160,8 +160,8 @@ def fit(
         **settings_of(model, optimizer, scheduler, batches, loss_compute),
     )  # fmt: skip
     resume = checks.require_flag("resume", resume)
-    if training.begin(resume, settings, progress is not False):
-        with _interrupted_between_updates(training):
+    with _interrupted_between_updates(training):
+        if training.begin(resume, settings, progress is not False):
             run_epoch(
                 training, model.train(), optimizer=optimizer, scheduler=scheduler, scaler=scaler,
                 accumulation_steps=accumulation_steps, max_grad_norm=max_grad_norm, progress=bar,

@@ -82,6 +82,6 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Return a number that other tensors hardly have."""
     found = 0
     for x in tensors:
-        content = x.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         found = zlib.crc32(content, zlib.crc32(repr(x.shape).encode(), found))
     return found

@@ -103,6 +103,11 @@ def test_a_new_run_in_an_old_folder(tmp_path):
     saved = ff.Checkpoints(tmp_path, {**SETTINGS, "d_model": 4}, 2)
     assert saved.begin(*parts(), resume=False) == (0, [])
     assert steps(tmp_path) == ["step-notes"] and saved.resumed_from is None
+    for count in (2, 4):
+        saved.end_step([torch.zeros(())] * count)
+    assert saved.begin(*parts(), resume=False)[0] == 0 and steps(tmp_path) == ["step-notes"]
+    saved.end_step([torch.zeros(())] * 2)
+    assert steps(tmp_path) == ["step-2", "step-notes"]
 
 
 @pytest.mark.parametrize("room", [0, 6000], ids=["of nothing", "of a part"])

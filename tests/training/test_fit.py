@@ -567,6 +567,14 @@ def test_a_loader_with_its_own_generator_resumes_within_its_first_epoch(tmp_path
         run(tmp_path / "parts", 10)
 
 
+def test_batches_of_one_token_to_predict(tmp_path):
+    """Whose tensors are strided views of one column."""
+    rows = [[1, n] for n in range(3, 9)]
+    assert same_run(tmp_path, data=rows) == same_run(tmp_path, data=rows)
+    column = torch.tensor([[1, 3], [4, 5], [6, 7]])[:, :1].t()
+    same_run(tmp_path / "columns", data=[ff.Batch(None, column)])
+
+
 def test_a_metric_that_is_added_counts_from_then_on(tmp_path):
     same_run(tmp_path, data=TWO, valid=TWO)
     result = same_run(tmp_path, data=TWO, valid=TWO, epochs=4, metric=lambda model: 1.0)
@@ -621,6 +629,15 @@ def test_ctrl_c_saves_a_checkpoint_first(tmp_path, ctrl_c, capsys):
     interrupted(1, 4)
     interrupted(1, 9, checkpoints=tmp_path / "c")
     assert os.listdir(tmp_path / "c") == ["step-9"]
+
+    seen = []
+
+    def drawn():  # workers of a loader, which are forked at the first batch, ignore it likewise
+        seen.append(signal.getsignal(signal.SIGINT))
+        yield from lists(1)
+
+    trained(drawn(), steps=1, checkpoints=tmp_path / "e")
+    assert seen[0] is not signal.default_int_handler
 
     def metric(model):
         signal.raise_signal(signal.SIGINT)

@@ -182,7 +182,7 @@ def _interrupted_between_updates(training: _Training) -> Iterator[None]:
         training.interrupted = True
         signal.signal(signal.SIGINT, usual)
         if os.getpid() == own:  # and not a worker of a DataLoader, which goes on as well
-            print("Ctrl-C: the run ends after this update; again ends it at once", file=sys.stderr)
+            print("Ctrl-C: the run ends after an update; again ends it at once", file=sys.stderr)
 
     if waits:
         signal.signal(signal.SIGINT, handle)
@@ -319,16 +319,15 @@ class _Training:
 
     def _opened(self) -> Iterator[Batch]:
         """Return an iterator of the batches that are left of the epoch."""
-        now = random_state()
+        now, again, self._again = random_state(), self._again, None
         if self.batch == 0:
             self.random = now
         if self.batch == 0 or _has_state(self.batches):
             return iter(self.batches)
-        set_random_state(self._again[1] if self._again else self.random)
-        rest = self._again[0] if self._again else iter(self.batches)
+        set_random_state(again[1] if again else self.random)
+        rest = again[0] if again else iter(self.batches)
         deque(islice(rest, self.batch), 0)  # reads them
         set_random_state(now)
-        self._again = None
         return rest
 
     def _moved(self, batch: Batch) -> Batch:

@@ -64,7 +64,7 @@ class Checkpoints:
         resumed_from: the checkpoint from which the run has resumed, or None.
 
     Raises:
-        ValueError: settings has no "steps" of 1 or more, every is less than 1, or no time.
+        ValueError: settings has no "steps" of 1 or more, every is less than 1, or no positive time.
         TypeError: folder is no path, settings holds what JSON does not, a number is no int.
     """
 

@@ -255,7 +255,7 @@ class SimpleLossCompute:
     materialize the log-probabilities of all tokens.
 
     Raises TypeError if generator or criterion is not callable, x or y is not a tensor, or norm or
-    z_loss is not a number; ValueError if y is not [B, T], criterion has a reduction that is no
+    z_loss is not a number; ValueError if y is not [B, T], the reduction of criterion is not
     "sum", or z_loss is negative, not finite or impossible. Errors of the two callables propagate.
     """
 

@@ -32,7 +32,9 @@ def _inputs(batch: Batch) -> tuple[Tensor | Packing | None, ...]:
 
 
 def shares(group: list[Batch], processes: Processes | None = None) -> list[Tensor | None]:
-    """Return each batch's share of all tokens (times the processes); None for a batch alone."""
+    """Return each batch's share of the tokens of an update; None for a batch alone. Processes
+    average their gradients: it is then the share of the tokens of all, times their number.
+    """
     if len(group) == 1 and processes is None:
         return [None]
     counts = [batch.ntokens for batch in group if batch.ntokens is not None]
@@ -65,7 +67,7 @@ class Processes(NamedTuple):
         return None
 
     def sums(self, loss: Tensor, tokens: Tensor, part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss per token and the tokens of all, and their part of the update's loss."""
+        """Return the loss per token, the tokens and the part of an update's loss, over all."""
         own = torch.stack([loss.double() * tokens, tokens.double(), part.double() / self.size])
         dist.all_reduce(own, group=self.group)
         return (own[0] / own[1].clamp(min=1)).to(loss), own[1], own[2].to(loss)

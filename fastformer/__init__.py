@@ -20,10 +20,7 @@ from fastformer.decoding.search import (
     stream_tokens,
     strip,
 )
-from fastformer.description import RowShard, Shard
-from fastformer.dispatch.backends import current_backend, sequences_from, use_backend
-from fastformer.distributed.context_parallel import context_parallel
-from fastformer.distributed.parallelize import parallelize, require_same_ranks
+from fastformer.dispatch.backends import current_backend, use_backend
 from fastformer.drop_in.explanation import Explanation, explain
 from fastformer.drop_in.patch import Report, accelerate, restore
 from fastformer.drop_in.replacements.stacks import decode_step
@@ -106,8 +103,6 @@ __all__ = [
     "RMSNorm",
     "Report",
     "RotaryEmbedding",
-    "RowShard",
-    "Shard",
     "SimpleLossCompute",
     "SublayerConnection",
     "Tuning",
@@ -119,7 +114,6 @@ __all__ = [
     "beam_search",
     "block_mask",
     "clones",
-    "context_parallel",
     "cross_entropy",
     "current_backend",
     "decode_step",
@@ -142,10 +136,8 @@ __all__ = [
     "packed_attention",
     "pad",
     "paged_attention",
-    "parallelize",
     "rate",
     "register_transformers",
-    "require_same_ranks",
     "restore",
     "rms_norm",
     "rotary_embedding",
@@ -155,7 +147,6 @@ __all__ = [
     "save_model",
     "scaled_dot_product_attention",
     "sdpa_override",
-    "sequences_from",
     "stream_tokens",
     "strip",
     "subsequent_mask",

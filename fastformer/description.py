@@ -5,63 +5,21 @@ The registered ops take its fields one by one, because torch.library accepts onl
 and strings: `SCHEMA` and `PACKED_SCHEMA` are the schemas of these fields, `pack` flattens a
 description into its fields, and `unpack` rebuilds it.
 
-`OPTIONS` declares each option once. The schema, the dimensions that may be sharded, and the test
-whether torch's op may compute a call are derived from it.
+`OPTIONS` declares each option once. The schema, and the test whether torch's op may compute a call,
+are derived from it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fastformer.mask_tiles import dense_mask
 
-
-class Shard(NamedTuple):
-    """The global offsets and sizes of a call of attention that computes one shard of a larger call.
-
-    batch, head, query and key are the global indices of the shard's first sequence, head, query and
-    key; heads, queries and keys are the global sizes, 0 if they are those of the shard.
-    """
-
-    batch: int = 0
-    head: int = 0
-    query: int = 0
-    key: int = 0
-    heads: int = 0
-    queries: int = 0
-    keys: int = 0
-
-
-class RowShard(NamedTuple):
-    """The global offsets and sizes of a call that computes one shard of an op on rows [M, N].
-
-    row and column are the global indices of the shard's first row and column; columns is the global
-    number of columns, 0 if it is that of the shard. If every sequence is sharded, run is the number
-    of local rows of a sequence and sequence its global number of rows; both are 0 if the rows are
-    consecutive. Local row i is global row `row + i // run * sequence + i % run`.
-    """
-
-    row: int = 0
-    column: int = 0
-    columns: int = 0
-    run: int = 0
-    sequence: int = 0
-
-
 MAX_HEAD_DIM = 256  # of the kernels of attention on every GPU; some take up to 512
-_ENDLESS = 2**40  # the run of consecutive rows: more rows than any tensor has
-
-
-def row_shard(shard: Sequence[int] | None) -> RowShard | None:
-    """Return the shard as the kernels take it: hashable, and with a run that is not 0."""
-    if shard is None:
-        return None
-    given = RowShard(*shard)
-    return given if given.run else given._replace(run=_ENDLESS)
 
 
 class Attention(NamedTuple):
@@ -70,10 +28,10 @@ class Attention(NamedTuple):
 
     The fields have the names and the meaning of the arguments of
     `functional.scaled_dot_product_attention`, after its checks: `scale` is a number, `window` has
-    two ints, -1 for a side without a bound, `dropout_seed` is a tensor of one int64 if `dropout_p`
-    is not 0, and `shard` has its global sizes filled in; it is None if the call is not sharded. If
-    `attn_mask` is a `BlockMask`, the field is None, and the next fields are its tensors. The last
-    four fields are for a packed batch: they are arguments of `functional.packed_attention`.
+    two ints, -1 for a side without a bound, and `dropout_seed` is a tensor of one int64 if
+    `dropout_p` is not 0. If `attn_mask` is a `BlockMask`, the field is None, and the next fields
+    are its tensors. The last four fields are for a packed batch: they are arguments of
+    `functional.packed_attention`.
 
     This is a NamedTuple, not a frozen dataclass, because every call makes one: it is as immutable,
     and takes 0.3 us to make instead of 1.3 us.
@@ -91,7 +49,6 @@ class Attention(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout_seed: Tensor | None = None
-    shard: Shard | None = None
     mask_spans: Tensor | None = None
     mask_lists: Tensor | None = None
     mask_bits: Tensor | None = None
@@ -114,26 +71,14 @@ class Option(NamedTuple):
 
     name: the name of its field of `Attention`.
     schema: its type in the schema of a registered op.
-    dims: for a tensor, a letter for each of its last dimensions: b batch, h heads, q queries,
-        k keys; "." is never sharded.
-    broadcasts: whether a dimension may have size 1 instead.
     by_torch: whether torch's fused ops compute it. If not, no call with this option goes to them.
     packed: whether `packed_attention` takes it.
     """
 
     name: str
     schema: str
-    dims: str = ""
-    broadcasts: bool = False
     by_torch: bool = False
     packed: bool = False
-
-    def dims_of(self, x: Tensor) -> str:
-        """Return the name of each dimension of x, "." for one that broadcasts."""
-        dims = self.dims[-x.dim() :] if x.dim() else ""
-        if not self.broadcasts:
-            return dims
-        return "".join("." if size == 1 else dim for dim, size in zip(dims, x.shape))
 
 
 def next_power_of_2(n: int) -> int:
@@ -142,22 +87,21 @@ def next_power_of_2(n: int) -> int:
 
 
 OPTIONS = (
-    Option("attn_mask", "Tensor?", "bhqk", broadcasts=True),
+    Option("attn_mask", "Tensor?"),
     Option("dropout_p", "float", packed=True),
     Option("is_causal", "bool", by_torch=True, packed=True),
     Option("scale", "float", by_torch=True, packed=True),
-    Option("bias", "Tensor?", "bhqk", broadcasts=True, packed=True),
-    Option("key_lengths", "Tensor?", "b"),
+    Option("bias", "Tensor?", packed=True),
+    Option("key_lengths", "Tensor?"),
     Option("window", "int[]?", packed=True),
     Option("causal_alignment", "str", by_torch=True, packed=True),
-    Option("alibi_slopes", "Tensor?", "bh", packed=True),
+    Option("alibi_slopes", "Tensor?", packed=True),
     Option("softcap", "float?", packed=True),
-    Option("sinks", "Tensor?", "h", packed=True),
-    Option("dropout_seed", "Tensor?", ".", by_torch=True, packed=True),
-    Option("shard", "SymInt[]?", by_torch=True, packed=True),
-    Option("mask_spans", "Tensor?", "bh..", broadcasts=True, packed=True),
-    Option("mask_lists", "Tensor?", "..", packed=True),
-    Option("mask_bits", "Tensor?", "..", packed=True),
+    Option("sinks", "Tensor?", packed=True),
+    Option("dropout_seed", "Tensor?", by_torch=True, packed=True),
+    Option("mask_spans", "Tensor?", packed=True),
+    Option("mask_lists", "Tensor?", packed=True),
+    Option("mask_bits", "Tensor?", packed=True),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}
 _PADDED = [name for name in Attention._fields if name in _BY_NAME]
@@ -177,15 +121,8 @@ def _fields_named(names: Iterable[str]) -> Callable[[Attention], tuple[Any, ...]
 
 tensor_fields = _fields_named(n for n in _TENSORS if n != "mask_bits")  # that plans depend on
 other_fields = _fields_named(n for n in Attention._fields if n not in _TENSORS)
-_WINDOW, _SHARD = map(Attention._fields.index, ("window", "shard"))
+_WINDOW = Attention._fields.index("window")
 _BEYOND_TORCH = tuple((o.name, Attention._fields.index(o.name)) for o in OPTIONS if not o.by_torch)
-
-
-def dims(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the dimensions of each option that is a tensor, given the fields by name."""
-    return {
-        o.name: o.dims_of(fields[o.name]) for o in OPTIONS if isinstance(fields[o.name], Tensor)
-    }
 
 
 def beyond_torch(attention: Attention) -> list[str]:
@@ -231,6 +168,4 @@ def unpack(fields: Sequence[Any]) -> Attention:
     """Return the description, given its fields in the order of the schema."""
     if fields[_WINDOW] is not None:  # the dispatcher makes it a list, which is not hashable
         fields = [*fields[:_WINDOW], tuple(fields[_WINDOW]), *fields[_WINDOW + 1 :]]
-    if fields[_SHARD] is not None:
-        fields = [*fields[:_SHARD], Shard(*fields[_SHARD]), *fields[_SHARD + 1 :]]
     return Attention(*fields)

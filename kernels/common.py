@@ -23,7 +23,6 @@ class Dropout(NamedTuple):
 
     threshold: Any
     inv_keep: Any
-    shard: Any = None  # `RowShard`: the offsets of these rows within a larger, sharded call
 
 
 class DropoutStream(NamedTuple):
@@ -95,12 +94,6 @@ def dropout_stream(seed, batch_head):
 
 
 @triton.jit
-def global_rows(i, first, run, sequence):
-    """Return the rows of the full tensor that the rows i of a `RowShard` are."""
-    return first + i // run * sequence + i % run
-
-
-@triton.jit
 def dropout_words(stream, i, j, BM: tl.constexpr, BN: tl.constexpr):
     """Return the words [BM, BN] whose 16 high bits decide on the elements of a tile, from the
     counters i [BM / 2, 1] and j [1, BN / 2] of `dropout_keep`.
@@ -112,9 +105,9 @@ def dropout_words(stream, i, j, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def dropout_keep(stream, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr, shard=None):
-    """Return which elements dropout keeps in the [BM, BN] tile at row i0 and column j0. These, and
-    all numbers of a `RowShard`, are multiples of 16.
+def dropout_keep(stream, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
+    """Return which elements dropout keeps in the [BM, BN] tile at row i0 and column j0, which
+    are multiples of 16.
 
     Counter (i', j' ^ shift), where x' = x // 16 * 8 + x % 8, gives two words: the first one for row
     i, the second one for row i + 8; the low half of a word for column j, the high half for column
@@ -122,9 +115,6 @@ def dropout_keep(stream, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr, 
     so that no word moves between threads. The low 16 bits of the threshold are zero.
     """
     i = i0 // 2 + tl.arange(0, BM // 2)
-    if shard is not None:
-        i = global_rows(i, shard.row // 2, shard.run // 2, shard.sequence // 2)
-        j0 += shard.column
     i = i[:, None].to(tl.uint32)
     j = (j0 // 2 + tl.arange(0, BN // 2))[None, :].to(tl.uint32)
     words = dropout_words(stream, i, j, BM, BN)
@@ -158,10 +148,7 @@ def read_seed(SEED, DROPOUT: tl.constexpr):
 @triton.jit
 def drop_rows(x, rows, o, draw):
     """Apply dropout to a tile x [BM, BLOCK] of rows [BM] and columns o .. o + BLOCK - 1."""
-    threshold, inv_keep, shard = draw.dropout
-    if shard is not None:
-        rows = global_rows(rows, shard.row, shard.run, shard.sequence)
-        o += shard.column
+    threshold, inv_keep = draw.dropout
     keep = row_dropout_keep(draw.seed, rows, o, threshold, x.shape[0], x.shape[1])
     return tl.where(keep, x * inv_keep, 0.0)
 
@@ -169,7 +156,7 @@ def drop_rows(x, rows, o, draw):
 INTERPRETED = not isinstance(dropout_keep, JITFunction)
 
 
-def dropout_arguments(p: float, shard: Any = None) -> Dropout:
+def dropout_arguments(p: float) -> Dropout:
     """Return `Dropout` for p, a multiple of 2^-16: the threshold p 2^32 as the int32 with its bits,
     below which a word drops its element, and the factor of the kept elements.
 
@@ -177,4 +164,4 @@ def dropout_arguments(p: float, shard: Any = None) -> Dropout:
     """
     threshold = min(round(p * 2**16) << 16, 2**32 - 1)
     signed = threshold - 2**32 if threshold >= 2**31 else threshold
-    return Dropout(signed, 1 / (1 - p) if p < 1 else 0.0, shard)
+    return Dropout(signed, 1 / (1 - p) if p < 1 else 0.0)

@@ -22,8 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.description import row_shard
-
 from .common import INTERPRETED as INTERPRETED
 from .common import Draw, drop_rows, dropout_arguments
 from .common import Size as GradientSize
@@ -151,14 +149,14 @@ def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, cas
 # --------------------------------------------------------------------------------------- launchers
 
 
-def _launch(kernel: Any, size: Any, x: Tensor, dropout: Any, positional: bool, **more: Any):
-    """Make the launch of either kernel. `dropout` holds the probability and the shard."""
-    case = Case(positional, dropout[0] > 0, triton_dtype(accumulator(x)))
+def _launch(kernel: Any, size: Any, x: Tensor, dropout_p: float, positional: bool, **more: Any):
+    """Make the launch of either kernel."""
+    case = Case(positional, dropout_p > 0, triton_dtype(accumulator(x)))
     name = f"{named(x.dtype, rows=size.M, features=size.N)} {flags(case, 'acc')}".strip()
     shipped = configuration(size.N, architecture(x.device))
     op, options = f"embed {kernel.fn.__name__.strip('_')}", functools.partial(others, size.N)
     tiles = choose(x.device, TuningKey(op, name, shipped, options))
-    more |= dict(size=size, dropout=dropout_arguments(*dropout))
+    more |= dict(size=size, dropout=dropout_arguments(dropout_p))
     arguments = dict(more, tile=constants(tiles), case=constants(case))
     grid = (triton.cdiv(size.M, tiles.rows), triton.cdiv(size.N, tiles.columns))
     return Launch(kernel, grid, arguments, tiles.warps)
@@ -170,29 +168,28 @@ def _fake(tokens, weight, *_):
 
 _ARGUMENTS = (
     "Tensor tokens, Tensor weight, Tensor? positional, float dropout_p, float scale, "
-    "SymInt? padding_idx, Tensor? dropout_seed, SymInt[]? shard"
+    "SymInt? padding_idx, Tensor? dropout_seed"
 )
 
 
 @register(f"embed({_ARGUMENTS}) -> (Tensor output)", _fake)
-def forward(tokens, weight, positional, dropout_p, scale, padding_idx, dropout_seed, shard):
+def forward(tokens, weight, positional, dropout_p, scale, padding_idx, dropout_seed):
     """Launch the forward: output [.., S, N]."""
     output = _fake(tokens, weight)
     if output.numel() == 0:
         return output
     tensors = layouts(tokens, weight, positional)
-    dropout = dropout_p, row_shard(shard)
-    key = "embed", dropout, scale, weight.device, tensors, alignment(dropout_seed)
+    key = "embed", dropout_p, scale, weight.device, tensors, alignment(dropout_seed)
     launch = plans.get(key)
     if launch is None:
         flat, table = tokens.contiguous(), unit_stride(weight)
         p = None if positional is None else unit_stride(positional)
         if flat is not tokens or table is not weight or p is not positional:
-            return forward(flat, table, p, dropout_p, scale, padding_idx, dropout_seed, shard)
+            return forward(flat, table, p, dropout_p, scale, padding_idx, dropout_seed)
         strides = Strides(weight.stride(0), (weight if p is None else p).stride(0))
         size = Size(tokens.numel(), weight.shape[1], tokens.shape[-1], weight.shape[0])
         more = dict(strides=strides, scale=scale)
-        launch = _launch(_forward, size, weight, dropout, p is not None, **more)
+        launch = _launch(_forward, size, weight, dropout_p, p is not None, **more)
         remembered(key, launch)
     p = weight if positional is None else positional
     with on_device(weight):
@@ -208,21 +205,21 @@ def _fake_backward(grad_output, tokens, weight, positional, *rest):
     )
 
 
-def _scaled_gradient(grad: Tensor, scale: float, dropout: Any, seed: Tensor | None) -> Tensor:
+def _scaled_gradient(grad: Tensor, scale: float, dropout_p: float, seed: Tensor | None) -> Tensor:
     """Launch the backward kernel and return scale * Z dy [.., N]."""
     g = grad.new_empty(grad.shape)
     if g.numel() == 0:
         return g
-    key = "embed backward", dropout, scale, grad.device, layouts(grad), alignment(seed)
+    key = "embed backward", dropout_p, scale, grad.device, layouts(grad), alignment(seed)
     launch = plans.get(key)
     if launch is None:
         n = grad.shape[-1]
         dy = as_rows(grad, n)
         if dy is not grad:
-            return _scaled_gradient(dy, scale, dropout, seed)
+            return _scaled_gradient(dy, scale, dropout_p, seed)
         more = dict(stride=row_stride(grad, n), scale=scale)
         launch = _launch(
-            _backward, GradientSize(grad.numel() // n, n), grad, dropout, False, **more
+            _backward, GradientSize(grad.numel() // n, n), grad, dropout_p, False, **more
         )
         remembered(key, launch)
     with on_device(grad):
@@ -235,15 +232,12 @@ def _scaled_gradient(grad: Tensor, scale: float, dropout: Any, seed: Tensor | No
     "-> (Tensor grad_weight, Tensor grad_positional)",
     _fake_backward,
 )
-def backward(
-    grad_output, tokens, weight, positional, dropout_p, scale, padding_idx, seed, shard, needs
-):
+def backward(grad_output, tokens, weight, positional, dropout_p, scale, padding_idx, seed, needs):
     """Launch the kernel of dropout and scale; torch's ops then add up dweight and dpositional."""
     v, n = weight.shape
     length = tokens.shape[-1]
     own = 1.0 if needs[1] else scale  # dpositional has no such factor
-    dropout = dropout_p, row_shard(shard)
-    g = _scaled_gradient(grad_output, own, dropout, seed).view(-1, n)
+    g = _scaled_gradient(grad_output, own, dropout_p, seed).view(-1, n)
     dweight, dpositional = weight.new_empty(0), weight.new_empty(0)
     if needs[0]:
         padding = -1 if padding_idx is None else padding_idx

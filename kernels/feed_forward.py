@@ -35,7 +35,6 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer.batch_invariance import on
-from fastformer.description import RowShard, row_shard
 
 from .common import (
     INTERPRETED,
@@ -247,7 +246,7 @@ def _keep(SEED, i0, j0, dropout, tile: tl.constexpr):
     # All rows are one (batch, head), number 0, which must be a tensor.
     stream = dropout_stream(tl.load(SEED), tl.program_id(0) * 0)
     threshold = dropout.threshold
-    return dropout_keep(stream, i0, j0, threshold, tile.rows, tile.columns, dropout.shard)
+    return dropout_keep(stream, i0, j0, threshold, tile.rows, tile.columns)
 
 
 @triton.jit
@@ -385,7 +384,6 @@ class _Dropout(NamedTuple):
 
     p: float = 0.0
     seed: Tensor | None = None
-    shard: RowShard | None = None
 
 
 def _elementwise(
@@ -401,8 +399,8 @@ def _elementwise(
     """Launch a kernel over the tiles of [M, N]. The tensors have one dtype, and are contiguous but
     for those of `strides`.
     """
-    x, (p, seed, shard), form = tensors[0], dropout, form or _form()
-    own = kernel.fn.__name__, size, x.dtype, x.device, kind, p, shard, strides, hidden, form
+    x, (p, seed), form = tensors[0], dropout, form or _form()
+    own = kernel.fn.__name__, size, x.dtype, x.device, kind, p, strides, hidden, form
     key = *own, *map(alignment, (*tensors, seed))
     launch = plans.get(key)
     if launch is None:
@@ -414,7 +412,7 @@ def _elementwise(
         compiled = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)), hidden, *form)
         given = {} if strides is None else dict(strides=strides)
         arguments = dict(
-            dropout=dropout_arguments(p, shard),
+            dropout=dropout_arguments(p),
             **given,
             size=size,
             tile=constants(tile),
@@ -459,7 +457,7 @@ class _First:
             even=features % tiles.features == 0, wide=max(span, tiles.rows * width) >= 2**31
         )
         arguments = dict(
-            dropout=dropout_arguments(dropout.p, dropout.shard),
+            dropout=dropout_arguments(dropout.p),
             strides=strides,
             size=Sizes(rows, width, features),
             tile=constants(tiles),
@@ -528,16 +526,16 @@ def _fake(input, w_1, b_1, w_2, *_):
 
 @register(
     "feed_forward(Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, Tensor? b_2, "
-    "str activation, float dropout_p, Tensor? dropout_seed, SymInt[]? shard) "
+    "str activation, float dropout_p, Tensor? dropout_seed) "
     "-> (Tensor output, Tensor saved)",
     _fake,
 )
-def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, shard):
+def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
     """Launch the first GEMM and call torch's second: (output, h for relu, else z)."""
-    dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
+    dropout = _Dropout(dropout_p, dropout_seed)
     tensors, tf32 = layouts(input, w_1, b_1), input.dtype is torch.float32 and allow_tf32()
     aligned = alignment(dropout_seed)
-    key = "feed_forward", activation, dropout_p, dropout.shard, input.device, tensors, tf32, aligned
+    key = "feed_forward", activation, dropout_p, input.device, tensors, tf32, aligned
     plan = plans.get(key)
     if plan is None:
         x = as_rows(input, input.shape[-1]) if input.numel() else input
@@ -574,13 +572,13 @@ def _gradients(dy, hidden, dz, input, w_1, needs) -> tuple[Tensor, ...]:
 @register(
     "feed_forward_backward(Tensor grad_output, Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, "
     "Tensor? b_2, "
-    "str activation, float dropout_p, Tensor? dropout_seed, SymInt[]? shard, Tensor saved, "
+    "str activation, float dropout_p, Tensor? dropout_seed, Tensor saved, "
     "bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_w_1, Tensor grad_b_1, Tensor grad_w_2, Tensor grad_b_2)",
     _fake_backward,
 )
 def backward(
-    grad_output, input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, shard, saved, needs
+    grad_output, input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, saved, needs
 ):
     """Launch the kernel of dz (and h) and call torch's GEMMs, for the gradients that are needed."""
     rows, width = input.shape[:-1].numel(), w_1.shape[0]
@@ -593,7 +591,7 @@ def backward(
         hidden = saved if activation == "relu" else torch.empty_like(dh)
         tensors = dh, saved, dz, hidden
         size = Size(rows, width)
-        dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
+        dropout = _Dropout(dropout_p, dropout_seed)
         _elementwise(_hidden_backward, size, tensors, activation, dropout)
     return _gradients(dy, hidden, dz, input, w_1, needs)
 
@@ -611,15 +609,15 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
 
     @register(
         f"{op}(Tensor input, Tensor w, Tensor? b, Tensor w_2, Tensor? b_2, float dropout_p, "
-        f"Tensor? dropout_seed, SymInt[]? shard{form}) -> (Tensor output, Tensor saved)",
+        f"Tensor? dropout_seed{form}) -> (Tensor output, Tensor saved)",
         _fake,
     )
-    def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard, *numbers):
+    def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed, *numbers):
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
         x = input.reshape(rows, input.shape[-1])
         z = linear(x, w, b)
         hidden = x.new_empty(rows, width)
-        dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
+        dropout = _Dropout(dropout_p, dropout_seed)
         tensors, strides = (*z.chunk(2, 1), hidden), GateStrides(*[2 * width] * 3)
         form = _form(*numbers)
         _elementwise(_gated, Size(rows, width), tensors, kind, dropout, strides, form=form)
@@ -628,12 +626,12 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
 
     @register(
         f"{op}_backward(Tensor grad_output, Tensor input, Tensor w, Tensor? b, Tensor w_2, "
-        f"Tensor? b_2, float dropout_p, Tensor? dropout_seed, SymInt[]? shard{form}, Tensor saved, "
+        f"Tensor? b_2, float dropout_p, Tensor? dropout_seed{form}, Tensor saved, "
         "bool[] needs) "
         "-> (Tensor grad_input, Tensor grad_w, Tensor grad_b, Tensor grad_w_2, Tensor grad_b_2)",
         _fake_backward,
     )
-    def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, shard, *rest):
+    def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, *rest):
         *numbers, saved, needs = rest
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
         dy = grad_output.reshape(rows, w_2.shape[0])
@@ -642,7 +640,7 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
         hidden = torch.empty_like(dh)
         tensors = dh, *z.chunk(2, 1), *dz.chunk(2, 1), hidden
         size, strides = Size(rows, width), GateStrides(*[2 * width] * 3)
-        dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
+        dropout = _Dropout(dropout_p, dropout_seed)
         form = _form(*numbers)
         _elementwise(_gated_backward, size, tensors, kind, dropout, strides, form=form)
         return _gradients(dy, hidden, dz, input, w, needs)

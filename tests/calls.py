@@ -135,20 +135,7 @@ def scaled_dot_product_attention(draw, whole=False):
     if not whole and "attn_mask" in tensors and draw.often():
         sizes = dict(Sq=tensors["query"].shape[2], Sk=columns)
         options["attn_mask"] = ff.block_mask(tensors.pop("attn_mask"), **sizes)
-    if not whole and draw.often(0.25):
-        options["shard"] = shard(draw, tensors)
     return {**tensors, "value": value}, options
-
-
-def shard(draw, tensors):
-    """Where the tensors lie in a whole, to which their lengths are raised."""
-    (_, heads, rows, _), columns = tensors["query"].shape, tensors["key"].shape[2]
-    batch, head, i, j = (step * int(draw.random.integers(4)) for step in (1, 1, 16, 16))
-    if "key_lengths" in tensors:
-        tensors["key_lengths"] += j
-    more = draw.random.integers(0, 20, 3).tolist()
-    ends = zip((head, i, j), (heads, rows, columns), more)
-    return (batch, head, i, j, *map(sum, ends))
 
 
 def attention_weights(draw):
@@ -217,18 +204,6 @@ def paged_attention(draw):
     return {**tensors, "block_table": table, "key_lengths": lengths}, options
 
 
-def row_shard(draw, lead, columns, steps):
-    """Where rows of these leading dimensions lie in a whole: the last one may be cut."""
-    if draw.often(0.75):
-        return {}
-    row, column = (step * int(draw.random.integers(5)) for step in steps)
-    whole = column + columns + (int(draw.random.integers(9)) if steps[1] else 0)
-    given, run = (row, column, whole), lead[-1] if lead else 1
-    if run % steps[0] == 0 and draw.often():
-        given = *given, run, run + steps[0] * int(draw.random.integers(4))
-    return {"shard": given}
-
-
 def norm(draw, *names):
     n = draw.size(most=40) + 3
     tensors = {"input": draw.normal(*draw.lead(), n, scale=draw.one(0.1, 3.0))}
@@ -256,7 +231,7 @@ def dropout_add_layer_norm(draw):
     if draw.often():
         tensors["input_bias"] = draw.parameter(x.shape[-1])
     options = {"eps": options["eps"], "unbiased": draw.often(), **draw.dropout()}
-    return tensors, options | row_shard(draw, x.shape[:-1], x.shape[-1], (1, 0))
+    return tensors, options
 
 
 def dropout_add_rms_norm(draw):
@@ -275,8 +250,7 @@ def fed(draw, halves, names):
         "w_2": draw.normal(out, hidden, scale=hidden**-0.5),
         "b_2": draw.normal(out) if draw.often(0.7) else None,
     }
-    lead = tensors["input"].shape[:-1]
-    return tensors, draw.dropout() | row_shard(draw, lead, hidden, (16, 16))
+    return tensors, draw.dropout()
 
 
 def feed_forward(draw):
@@ -318,8 +292,7 @@ def embed(draw):
     options = {"padding_idx": draw.one(None, draw.random.integers(vocabulary).item())}
     if draw.often(0.3):
         options["scale"] = 0.7
-    options |= draw.dropout()
-    return tensors, options | row_shard(draw, tensors["tokens"].shape, d, (1, 4))
+    return tensors, options | draw.dropout()
 
 
 def rotary_embedding(draw):

@@ -50,10 +50,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "alibi, causal": {"alibi": True, "causal": True},
     "softcap, causal": {"softcap": 50.0, "causal": True},
     "sinks, window": {"sinks": True, "window": [127, 0]},
-    "shard, bottom-right, lengths": {
-        "shard": [6, 12, 4096, 8192, 16, 16384, 16384], "causal": True,
-        "alignment": "bottom_right", "lengths": True,
-    },
     "packed": {"packed": True},
     "packed, causal": {"packed": True, "causal": True},
     "packed, key bias": {"packed": True, "bias": "key fp32"},
@@ -70,7 +66,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 NOTHING = dict(
     mask="", bias="", causal=False, lengths=False, window=None, alignment="top_left", alibi=False,
-    softcap=None, sinks=False, packed=False, shard=None,
+    softcap=None, sinks=False, packed=False,
 )  # fmt: skip
 
 
@@ -238,8 +234,6 @@ def _variant(name: str, suffix: str, **facts: Any) -> None:
 for _arch in ("sm_90", "gfx942"):
     _base = f"{_arch} feed_forward bf16 gelu, dropout"
     _variant(_base, "torch's GEMM", choices={"feed_forward first": "torch"})
-for _name in ("dropout_add_layer_norm bf16 N=1024", "feed_forward bf16 gelu, dropout"):
-    _variant(f"sm_90 {_name}", "shard", shard=[512, 1024, 8192, 128, 4096])
 _variant("sm_90 decode bf16 D=128 one query, lengths", "batch-invariant", invariant=True)
 
 

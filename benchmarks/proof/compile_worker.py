@@ -48,7 +48,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.proof import keys, sass
 from fastformer.batch_invariance import batch_invariant
-from fastformer.description import Attention, Shard, pack
+from fastformer.description import Attention, pack
 
 # The GPU that stands for each: target, row of the configuration tables, shared memory of a block.
 TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
@@ -340,8 +340,7 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     mask, bias = given(case, "mask", masks), given(case, "bias", biases)
     recorder.large = {x.untyped_storage()._cdata for x in (mask, bias) if x is not None}
     lengths = empty(batch, dtype=torch.int32) if case["lengths"] else None
-    shard = Shard(*case["shard"]) if case["shard"] else None
-    options = described(case, heads, mask, bias, key_lengths=lengths, shard=shard, **blocks)
+    options = described(case, heads, mask, bias, key_lengths=lengths, **blocks)
     arguments = pack([query, key, value, options])
     saved = attention.forward(*arguments, False)
     needs[3] = bias is not None and not case["bias"].startswith("mask")
@@ -396,7 +395,7 @@ def call_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
 def call_dropout_add_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
     x, residual, *parameters = rows(case, 2, 2)
     own = rows(case, 0, 1)[0] if case["input_bias"] else None
-    options = (0.1, 1e-5, False, empty(1, dtype=torch.int64), case.get("shard"), own)
+    options = (0.1, 1e-5, False, empty(1, dtype=torch.int64), own)
     output, *saved = layer_norm.add_forward(x, residual, *parameters, *options)
     gradients = torch.empty_like(output), torch.empty_like(output)
     needs = [True] * 4 + [own is not None]
@@ -476,8 +475,8 @@ def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
     )
     w_2, b_2 = empty(d, width, dtype=dtype), empty(d, dtype=dtype)
     seed = empty((), dtype=torch.int64) if case["dropout"] else None
-    p, shard = 0.1 if case["dropout"] else 0.0, case.get("shard")
-    arguments = (x, w_1, b_1, w_2, b_2, case["activation"], p, seed, shard)
+    p = 0.1 if case["dropout"] else 0.0
+    arguments = (x, w_1, b_1, w_2, b_2, case["activation"], p, seed)
     both(feed_forward, "", arguments, [True] * 5)
 
 

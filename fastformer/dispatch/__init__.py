@@ -1,1 +1,1 @@
-"""Choose how a call of an op runs: backend, gradient, measurements and sharding."""
+"""Choose how a call of an op runs: backend, gradient, measurements and DTensors."""

@@ -16,7 +16,6 @@ import functools
 import importlib
 import importlib.util
 import logging
-import math
 import os
 import sys
 import threading
@@ -27,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastformer.batch_invariance import on
-from fastformer.checks import require_size, seed_tensor
-from fastformer.description import Attention
+from fastformer.checks import seed_tensor
 from fastformer.dispatch import autograd, measurements
 from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
 from fastformer.eager import eager, formula
@@ -44,7 +42,6 @@ _log = logging.getLogger("fastformer")
 class _State(threading.local):
     def __init__(self) -> None:  # torch.compile guards on instance attributes
         self.backend: str | None = None
-        self.first: int | None = None  # the argument of `sequences_from`
         # A list within `explain`: ops do not run.
         self.explained: list[tuple[Choice, Arguments]] | None = None
         self.on_choice: Callable[[Choice], None] | None = None
@@ -60,17 +57,13 @@ _CHOICE = "fastformer: backend"  # a key of the state that torch copies to autog
 _default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 
 _TUNED = "fastformer.kernels.tuned"
-_FIRST = "fastformer: first"  # a key like _CHOICE
 _DTENSOR = "torch.distributed.tensor"
-_DISTRIBUTED = torch.distributed.is_available()
 _kernels: dict[str, ModuleType] = {}
 _on_a_cpu: dict[str, Choice] = {}  # by op: the choice of "auto" for tensors on a CPU
 _explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
 _autocasts = torch._C._is_any_autocast_enabled
 _transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None without any
 _ON_A_CPU = ("auto", "reference")  # the backends that run the reference on a CPU
-# The innermost `context_parallel` of the process. It knows the global positions of local rows.
-_context: Any = None
 
 
 def _check(name: str, source: str) -> str:
@@ -133,18 +126,16 @@ def _inherited() -> str | None:
 
 def runs_directly() -> bool:
     """Return whether an op on plain tensors of the CPU runs on the reference, and nothing else is
-    to be done: nothing observes, explains, logs, shards, casts, transforms or traces the call.
+    to be done: nothing observes, explains, logs, casts, transforms or traces the call.
 
     A contract may then skip the dispatch. This looks at the state of the thread once.
     """
-    if torch.compiler.is_compiling() or _context is not None or _autocasts() or _transforms():
-        return False
-    if on():
+    if torch.compiler.is_compiling() or _autocasts() or _transforms() or on():
         return False
     state = _state.__dict__
     return (
         (state["backend"] or _default) in _ON_A_CPU
-        and state["first"] is state["explained"] is state["on_choice"] is None
+        and state["explained"] is state["on_choice"] is None
         and not state["not_from_python"]
         and not formula.always
         and not _log.isEnabledFor(logging.INFO)
@@ -152,23 +143,19 @@ def runs_directly() -> bool:
 
 
 def draws_by_torch(device: torch.device) -> bool:
-    """Return whether dropout without a seed is torch's own here, which costs less on a CPU: with
-    the backend "auto", where no other process and no shard has to draw the same mask.
+    """Return whether dropout without a seed is torch's own here, which costs less: on a CPU, with
+    the backend "auto".
     """
-    return (
-        device.type == "cpu"
-        and current_backend() == "auto"
-        and _context is None
-        and _first() is None
-        and not (_DISTRIBUTED and torch.distributed.is_initialized())
-    )
+    return device.type == "cpu" and current_backend() == "auto"
 
 
 def seed_for(
-    dropout_seed: int | torch.Tensor | None, p: float, device: torch.device, shard: object = None
+    dropout_seed: int | torch.Tensor | None, p: float, device: torch.device, blocks: object = None
 ) -> torch.Tensor | None:
-    """Return the seed of a call, as `seed_tensor` does; None also where torch draws the mask."""
-    if p and dropout_seed is shard is None and draws_by_torch(device):
+    """Return the seed of a call, as `seed_tensor` does; None also where torch draws the mask, which
+    it does not beside a block mask, `blocks`.
+    """
+    if p and dropout_seed is blocks is None and draws_by_torch(device):
         return None
     return seed_tensor(dropout_seed, p, device)
 
@@ -424,14 +411,13 @@ def run(op: str, **arguments: Any) -> Any:
     """Run an op on the backend chosen for it. torch.autocast is off: `functional` has applied it.
 
     The arguments have the names and the order of the reference; the first one is a tensor. If one
-    of them is a DTensor, or the batch or its sequences are a shard, `sharding` runs the op.
+    of them is a DTensor, `sharding` runs the op.
     """
     state = _state
-    if state.first is not None or state.not_from_python or _context or _DTENSOR in sys.modules:
-        first = _first()
-        split = _context is not None and _depends_on_positions(arguments)
-        if first is not None or split or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
-            return _run_shard(op, arguments, first, split)
+    if _DTENSOR in sys.modules and _holds_dtensor(arguments):
+        from fastformer.dispatch.sharding import run_on_rows  # imports torch.distributed.tensor
+
+        return run_on_rows(run, op, arguments)
     if _autocasts():
         kind = next(iter(arguments.values())).device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -456,12 +442,10 @@ def run(op: str, **arguments: Any) -> Any:
 
 def may_join(x: torch.Tensor, *others: Any) -> bool:
     """Return whether `run_joint` may compute a call of parts of x and of others: with a gradient,
-    by kernels, and not sharded.
+    by kernels, and not of DTensors.
     """
     differentiated = torch.is_grad_enabled() and x.requires_grad
-    if not differentiated or not prefers_kernels(x) or is_sharded(x):
-        return False
-    return _DTENSOR not in sys.modules or not any(map(is_dtensor, others))
+    return differentiated and prefers_kernels(x) and not any(map(is_dtensor, (x, *others)))
 
 
 def run_joint(op: str, plans: Sequence[tuple[Choice, Arguments]], arguments: Arguments) -> Any:
@@ -477,71 +461,6 @@ def run_joint(op: str, plans: Sequence[tuple[Choice, Arguments]], arguments: Arg
     return autograd.apply("joint_" + op, arguments)
 
 
-def _attention_arguments(inputs: Sequence[torch.Tensor], attention: Attention) -> dict[str, Any]:
-    named = zip(("query", "key", "value"), inputs)
-    return dict(named, attention=attention, return_lse=True)
-
-
-def attention_block(
-    inputs: Sequence[torch.Tensor], attention: Attention
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Compute attention to a block of the keys, without gradient.
-
-    Returns (output, peak, total, unit), with sum_j exp(score_j) = total exp(unit peak). For a row
-    that sees no key, the total is 0 or the peak is -inf.
-
-    With a bias or ALiBi, the peak is the maximum of the scores in the unit of the backend, and is
-    not converted, because that would round it: the kernels have scores to base 2, so that the unit
-    is log(2).
-    """
-    op, arguments = "scaled_dot_product_attention", _attention_arguments(inputs, attention)
-    with torch.autocast(inputs[0].device.type, enabled=False):
-        backend = current_backend()
-        choice = choose_backend(op, arguments, backend)
-        if _state.on_choice is not None:
-            _report_call(choice, arguments)
-        if choice.backend == "reference":
-            if backend == "auto":
-                _log_once(choice)
-            by_reference = OPERATIONS[op].block
-            assert by_reference is not None
-            output, peak, log_sum = by_reference(*inputs, attention)
-            return output, peak, log_sum.exp(), 1.0
-        alternative = "" if choice.backend == "triton" else choice.backend
-        output, lse, statistics = autograd.outputs(op, arguments, alternative)
-    if statistics.dim() == 1:  # no bias and no ALiBi: lse is as precise as the scores
-        return output, lse, torch.ones_like(lse), 1.0
-    peak, offset = statistics.unbind(-1)
-    return output, peak, torch.exp2(-offset).masked_fill(offset == -math.inf, 0.0), math.log(2)
-
-
-def attention_gradients(
-    grads: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    attention: Attention,
-    outputs: Sequence[torch.Tensor],
-) -> list[torch.Tensor | None]:
-    """Compute the gradients of attention to a block of the keys, from the gradients of the output
-    and the lse of attention to all keys.
-
-    outputs: (output, lse, statistics [B, H, Sq, 2]) of attention to all keys. The
-        statistics are the peak and -log(total) / unit, with the names of `attention_block`; the
-        second is -inf for a row that sees no key.
-
-    Returns the gradients of query, key, value, bias and sinks, with None for a bias or sinks that
-    are None.
-    """
-    op, arguments = "scaled_dot_product_attention", _attention_arguments(inputs, attention)
-    if choose_backend(op, arguments, current_backend()).backend == "reference":
-        by_reference = OPERATIONS[op].block_gradients
-        assert by_reference is not None
-        return by_reference(grads, inputs, attention, outputs)
-    shared = attention.bias, attention.sinks
-    needs = [True, True, True, *(x is not None for x in shared)]
-    found = autograd.gradients(op, arguments, grads, outputs, needs)
-    return [x if need else None for x, need in zip(found, needs)]
-
-
 def _holds_dtensor(arguments: Arguments) -> bool:
     """Return whether one of the arguments is a DTensor. The class must have been imported."""
     dtensor = sys.modules[_DTENSOR].DTensor
@@ -551,111 +470,9 @@ def _holds_dtensor(arguments: Arguments) -> bool:
     return attention is not None and dtensor in map(type, attention)
 
 
-def _depends_on_positions(arguments: Arguments) -> bool:
-    """Return whether an op depends on the global positions of its rows, and has no `shard` that
-    gives them: attention, and ops with dropout on rows. False within `explain`.
-    """
-    if _state.explained is not None:
-        return False
-    attention = arguments.get("attention")
-    if attention is not None:
-        return attention.shard is None
-    return arguments.get("dropout_p", 0) > 0 and arguments["shard"] is None
-
-
-def _run_shard(op: str, arguments: Arguments, first: int | None, split: bool) -> Any:
-    """Run an op on the local shard of its arguments. `split`: the sequences are sharded."""
-    from fastformer.dispatch.sharding import local, placements  # imports torch.distributed.tensor
-
-    with sequences_from(None):
-        if split and "attention" in arguments:
-            return _context.attention(**arguments, first=first)
-        if split:
-            return local.run_chunks(run, op, dict(arguments), first or 0, _context)
-        return placements.run_sharded(run, op, dict(arguments), first or 0)
-
-
-def _first() -> int | None:
-    """Return the `first` of the innermost `sequences_from`, or None."""
-    state = _state
-    if not state.not_from_python or state.first is not None or torch.compiler.is_compiling():
-        return state.first
-    known = torch._C._is_key_in_tls(_FIRST)  # set by the thread that called backward()
-    return torch._C._get_obj_in_tls(_FIRST) if known else None
-
-
-class sequences_from:
-    """A context in which the batches of this thread are shards of a larger batch.
-
-    The first sequence of a batch is sequence `first` of the larger batch, and the ops use the
-    dropout mask of the larger batch. In a data-parallel run, each process has such a shard: the
-    processes train as one process with the full batch would, if their generators have the same
-    state.
-
-    Args:
-        first: an int, 0 or more, or None for a batch that is not a shard of a larger one.
-
-    Raises TypeError and ValueError for another `first`.
-    """
-
-    def __init__(self, first: int | None) -> None:
-        if first is not None:
-            [first] = require_size(0, first=first)
-        self._first = first
-
-    def __enter__(self) -> None:
-        self._previous = _first()
-        _begin_at(self._first)
-
-    def __exit__(self, *error: object) -> None:
-        _begin_at(self._previous)
-
-
-def _begin_at(first: int | None) -> None:
-    _state.first = first
-    if not torch.compiler.is_compiling():
-        torch._C._stash_obj_in_tls(_FIRST, first)
-
-
-def shard_sequences(context: Any) -> Any:
-    """Set the `context_parallel` that shards sequences, or None, and return the previous one."""
-    global _context
-    before, _context = _context, context
-    return before
-
-
-def sequences_are_sharded() -> bool:
-    """Return whether sequences are sharded: the process is within `context_parallel`."""
-    return _context is not None
-
-
-def full_length(length: int) -> int:
-    """Return the length of the full sequences, of which each process has `length` rows."""
-    return length if _context is None else _context.size * length
-
-
-def rows_here(name: str, table: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the rows of a table for the `length` local tokens; the table itself without shards."""
-    return table if _context is None else _context.rows_of(name, table, length)
-
-
 def is_dtensor(x: torch.Tensor | None) -> bool:
     """Return whether x is a DTensor."""
     return _DTENSOR in sys.modules and type(x) is sys.modules[_DTENSOR].DTensor
-
-
-def replicated_like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return x, which is the same on all devices, as a replicated DTensor if `other` is one."""
-    if not is_dtensor(other):
-        return x
-    from fastformer.dispatch.sharding.call import as_replicated
-
-    return as_replicated(x, other.device_mesh)  # type: ignore[attr-defined]
-
-
-def is_sharded(x: torch.Tensor) -> bool:
-    """Return whether x is a DTensor, or within `sequences_from` or `context_parallel`."""
-    return _first() is not None or _context is not None or is_dtensor(x)
 
 
 @functools.lru_cache(256)  # a reason can name a shape

@@ -1,7 +1,7 @@
 """The record of an op, `Operation`: everything that the dispatch knows about it.
 
 The records are defined in `records` and registered by `backends.register`. So no module below the
-ops has to name an op to find its kernel, its reference or its sharding rule.
+ops has to name an op to find its kernel or its reference.
 """
 
 from __future__ import annotations
@@ -11,28 +11,6 @@ from typing import Any, NamedTuple
 
 Arguments = dict[str, Any]  # the arguments of an op, by name
 Function = Callable[..., Any]
-
-ROW_DIMS = "0123456789"  # the names of the leading dimensions
-
-
-class ShardingRule(NamedTuple):
-    """How an op is sharded over a mesh. A letter names each tensor dimension, as in einsum.
-
-    dims: a function of the arguments that returns, by name, the dimensions of the arguments that
-        may be tensors, such as "bhqd"; "." is a dimension that is never sharded.
-    outputs: a function of the result of `dims` that returns the dimensions of each output.
-    sharded: the dimensions over which the op may be sharded, the preferred ones first.
-    gathers: by sharded dimension, the arguments that are gathered if another one of their
-        dimensions is sharded.
-    halves: the arguments that stack two tensors in their first dimension; a device gets a shard of
-        each of the two.
-    """
-
-    dims: Callable[[Arguments], dict[str, str]]
-    outputs: Callable[[dict[str, str]], tuple[str, ...]]
-    sharded: str
-    gathers: Mapping[str, tuple[str, ...]] = {}
-    halves: tuple[str, ...] = ()
 
 
 class Alternative(NamedTuple):
@@ -55,8 +33,8 @@ class Operation(NamedTuple):
     kernel: the module of its kernels in `fastformer.kernels`.
     contract: the public function, which checks the arguments and calls `backends.run`.
     reference: the op in eager PyTorch, given checked arguments.
-    sharding: how the op is sharded over a mesh.
-    unsharded: the arguments that DTensors do not take, and their defaults.
+    rows: the arguments whose leading dimensions are the rows that the op computes one by one. They
+        may be DTensors that are sharded over these dimensions; no argument of other ops may be one.
     alternatives: the ops of torch that may replace the kernels, by the name that `explain` prints.
     signature: a function of the arguments of a call that returns what the choice of an alternative
         depends on, or None if no alternative computes the call.
@@ -66,23 +44,18 @@ class Operation(NamedTuple):
         kernel's backward; for ops whose backward does not take all of the arguments.
     unsaved: a function of the arguments of a call, by their names in the schema, that returns the
         names of those that the backward of this call does not read, and takes as None.
-    block: `backends.attention_block` by the reference.
-    block_gradients: `backends.attention_gradients` by the reference.
     joint: the reference of the registered op `joint_<op>`, which `backends.run_joint` runs.
     """
 
     kernel: str
     contract: Function
     reference: Function
-    sharding: ShardingRule
-    unsharded: Mapping[str, Any] = {}
+    rows: tuple[str, ...] = ()
     alternatives: Mapping[str, Alternative] = {}
     signature: Callable[[Arguments], Hashable | None] = lambda arguments: None
     faster: Callable[[Arguments], str | None] | None = None
     reference_backward: Function | None = None
     unsaved: Callable[[Arguments], tuple[str, ...]] | None = None
-    block: Function | None = None
-    block_gradients: Function | None = None
     joint: Function | None = None
 
 

@@ -16,7 +16,6 @@ from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.cache.paged import PagedKVCache
 from fastformer.description import PADDED_OPTIONS
-from fastformer.dispatch import backends
 from fastformer.eager import may_read
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
@@ -245,7 +244,7 @@ class MultiHeadedAttention(AliasedModule):
         if mask is not None and not isinstance(mask, BlockMask):
             checks.require_tensor("mask", mask)
             checks.require_device("mask", mask, "query", query)
-            mask = self._over_heads(mask, (*q.shape[:3], backends.full_length(k.shape[2])))
+            mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
         p = dropout_probability(self.dropout)
         grouped = self.kv_heads != self.h
         q, k, rotation = self._to_rotate(q, k, rotary)
@@ -493,8 +492,6 @@ def _require_cache(
         raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache or None")
     if isinstance(mask, Packing):
         raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
-    if backends.sequences_are_sharded():
-        raise ValueError("cache is given within context_parallel; expected None")
     if key_lengths is not None:
         raise ValueError("key_lengths is given together with a cache; expected None")
     if isinstance(cache, MemoryCache) and rotary is not None:

@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import checks
-from fastformer.dispatch import backends
 from fastformer.eager import may_read
 from fastformer.nn.base import make_dropout
 from fastformer.nn.padding import Packing
-from fastformer.nn.stream import add_dropped
 from fastformer.ops.rotary.frequencies import THETA, rotary_frequencies
 
 
@@ -99,8 +97,6 @@ class PositionalEncoding(nn.Module):
         checks.require_floating(x=x)
         checks.require_device("x", x, "pe", self.pe)
         x = x + self.rows("x", x, start).to(x.dtype)
-        if backends.is_sharded(x):
-            return add_dropped(torch.zeros_like(x), x, self.dropout)
         return self.dropout(x)
 
     def rows(self, name: str, x: Tensor, start: int | Tensor = 0) -> Tensor:
@@ -116,10 +112,6 @@ def _rows(table_name: str, table: Tensor, name: str, x: Tensor, start: int | Ten
     [1, S, n], or [B, S, n] if start is a tensor [B].
     """
     length, max_len = x.shape[1], table.shape[0]
-    if backends.sequences_are_sharded():
-        if isinstance(start, Tensor) or start:
-            raise ValueError(f"start is {start} within context_parallel; expected 0")
-        return backends.rows_here(table_name, table, length).unsqueeze(0)
     if not isinstance(start, Tensor):
         [start] = checks.require_size(0, start=start)
         if start + length > max_len:
@@ -140,7 +132,7 @@ def _rows(table_name: str, table: Tensor, name: str, x: Tensor, start: int | Ten
                 f"expected positions from 0 to max_len - 1 = {max_len - 1}"
             )
     at = start.long().unsqueeze(1) + torch.arange(length, device=start.device)
-    return F.embedding(backends.replicated_like(at, table), table)
+    return F.embedding(at, table)
 
 
 class RotaryEmbedding(nn.Module):

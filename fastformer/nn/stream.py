@@ -15,8 +15,8 @@ One kernel replaces several modules only if those modules compute what their cla
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fastformer.checks import autocast_dtype
@@ -55,7 +55,7 @@ class ResidualStream:
         """Return whether the running sublayer has to leave out the bias of its last linear layer,
         which the kernel of the next norm then adds, and whose gradient it computes.
         """
-        if bias is None or not self._takes_bias or backends.is_dtensor(bias):
+        if bias is None or not self._takes_bias:
             return False
         self._bias = bias
         return True
@@ -74,7 +74,7 @@ class ResidualStream:
         x = self.normalize(norm) if norm_first else self.value()
         plain = dropout if type(dropout) is nn.Dropout and is_unmodified(dropout) else None
         followed = not norm_first or site != self.ends_at
-        kernels = backends.prefers_kernels(x) and not backends.is_sharded(x)
+        kernels = backends.prefers_kernels(x) and not backends.is_dtensor(x)
         self._takes_bias = plain is not None and followed and kernels and fuses_sum(norm)
         self._bias = None
         out = sublayer(x)
@@ -123,18 +123,9 @@ def add_dropped(
     seed: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return x + dropout(out + bias), [..., features]. seed: of the mask on a shard; drawn, if
-    None.
-    """
+    """Return x + dropout(out + bias), [..., features]. The module draws its mask, without seed."""
     if bias is not None:
         out = (out + bias).to(out.dtype)
-    if type(dropout) is nn.Dropout and backends.is_sharded(out) and is_unmodified(dropout):
-        # On a shard nn.Dropout would draw another mask than in the unsharded model. The op draws
-        # the same mask; its norm is not used.
-        wide = torch.promote_types(x.dtype, out.dtype)
-        one = out.new_ones(out.shape[-1:], dtype=torch.float32)
-        given = out.to(wide), x.to(wide), one, None, dropout_probability(dropout)
-        return functional.dropout_add_layer_norm(*given, dropout_seed=seed)[1]
     return x + dropout(out)
 
 
@@ -167,6 +158,12 @@ def apply_feed_forward(
             gated = getattr(functional, activation)
             return gated(x, *parameters, p, dropout_seed=dropout_seed)
         return functional.feed_forward(x, *parameters, activation, p, dropout_seed=dropout_seed)
+    weight: Any = getattr(w_1, "weight", None)
+    if activation in GATED and backends.is_dtensor(weight) and weight.placements[0].is_shard():
+        raise ValueError(
+            f"activation is {activation!r} and w_1 is sharded; expected a complete w_1: a shard of "
+            "its rows holds those of other hidden units for z than for v"
+        )
     return w_2(dropout(_activated(w_1(x), activation)))
 
 

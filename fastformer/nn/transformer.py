@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
-from fastformer.dispatch import backends
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
@@ -384,8 +383,6 @@ def _embedded(
         return _embedded_from(embed, tokens, start, held, seeds)
     if cache is not None:
         raise ValueError("cache is given together with a Packing; expected None")
-    if backends.sequences_are_sharded():
-        raise ValueError("a Packing is given within context_parallel; expected a padded batch")
     require_tokens(name, tokens, mask)
     if tokens.dim() != 1:
         raise checks.wrong_shape(name, tokens, "[tokens], as it is packed")

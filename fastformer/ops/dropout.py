@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.description import row_shard
 from fastformer.eager import eager, may_read
 
 # Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") with 7 rounds:
@@ -80,18 +79,14 @@ def dropout_threshold(p: float) -> int:
     return round(p * 2**16)
 
 
-Place = Sequence[int]  # the offsets of a shard, as in `dropped`
-
-
 def dropped(
-    seed: Tensor, batch_heads: int, rows: int, columns: int, p: float, place: Place | None = None
+    seed: Tensor, batch_heads: int, rows: int, columns: int, p: float, row: int = 0, column: int = 0
 ) -> Tensor:
     """Return a boolean [batch_heads, rows, columns], True where dropout removes an element.
 
     In attention, batch_head b * H + h is head h of sequence b.
 
-    place: for a shard, (first batch_head, local heads, global heads, first row, first column), the
-        last two multiples of 16.
+    row, column: for a part of the matrix, its first row and column; multiples of 16.
 
     Element (batch_head, i, j) reads one of the four 16-bit words that Philox2x32 returns for the
     counter (i', j' ^ shift), where x' = x//16 * 8 + x % 8: the low (j//8 % 2 = 0) or the high half
@@ -101,57 +96,45 @@ def dropped(
     (seed, batch_head, i, j) alone.
     """
     if may_read(seed):
-        return _dropped(seed, batch_heads, rows, columns, p, place)
+        return _dropped(seed, batch_heads, rows, columns, p, row, column)
     # A single node in a graph: tracing the loops instead would recompile for each new size.
-    return torch.ops.fastformer.dropped(seed, batch_heads, rows, columns, p, place)
+    return torch.ops.fastformer.dropped(seed, batch_heads, rows, columns, p, row, column)
 
 
-def dropped_rows(
-    seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
-) -> Tensor:
+def dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
     """Return a boolean [rows, columns], True where dropout removes an element of a matrix.
 
     Element (i, j) reads the high half of word j % 4 that Philox4x32 returns for the counter
     (j // 4, low word of i, high word of i, 1). This is the order in which a kernel that owns full
     rows holds them.
-
-    row, column: for a shard of the matrix, its first row and column; column is a multiple of 4.
     """
     if may_read(seed):
-        return _dropped_rows(seed, rows, columns, p, row, column)
-    return torch.ops.fastformer.dropped_rows(seed, rows, columns, p, row, column)
+        return _dropped_rows(seed, rows, columns, p)
+    return torch.ops.fastformer.dropped_rows(seed, rows, columns, p)
 
 
-def _dropped_rows(
-    seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
-) -> Tensor:
+def _dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
     """Return the masks of the seeds, one after the other; on a GPU there is one seed."""
     quarter, threshold = -(-columns // 4), dropout_threshold(p) << 16
     if seed.device.type == "cpu":
-        seeds = seed.numpy()
-        mask = _dropped_rows_by_numpy(seeds, rows, quarter, threshold, row, column // 4)
+        mask = _dropped_rows_by_numpy(seed.numpy(), rows, quarter, threshold)
     else:
-        mask = _dropped_rows_by_torch(seed, rows, quarter, threshold, row, column // 4)
+        mask = _dropped_rows_by_torch(seed, rows, quarter, threshold)
     return mask.view(seed.numel() * rows, quarter * 4)[:, :columns]
 
 
 def _dropped_rows_by_numpy(
-    seeds: npt.NDArray[np.int64],
-    rows: int,
-    quarter: int,
-    threshold: int,
-    row: int = 0,
-    column: int = 0,
+    seeds: npt.NDArray[np.int64], rows: int, quarter: int, threshold: int
 ) -> Tensor:
     n = len(seeds)
     mask = np.empty((n, rows, quarter, 4), np.bool_)
     words, limit = mask.transpose(3, 0, 1, 2), np.array(threshold, np.uint64)
-    j = np.arange(column, column + quarter, dtype=np.uint64)
+    j = np.arange(quarter, dtype=np.uint64)
     step = max(1, _CHUNK // max(1, n * quarter))
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        i = np.arange(row + first, row + last, dtype=np.uint64).reshape(-1, 1)
-        low, high = (i, 0) if row + last <= 1 << 32 else (i & _WORD, i >> 32)
+        i = np.arange(first, last, dtype=np.uint64).reshape(-1, 1)
+        low, high = (i, 0) if last <= 1 << 32 else (i & _WORD, i >> 32)
         shape = n, last - first, quarter
         even, odd = _philox_by_numpy(j, low, high, 1, seeds.view(np.uint64), shape)
         np.less(even, limit, out=words[0::2, :, first:last])
@@ -159,35 +142,29 @@ def _dropped_rows_by_numpy(
     return torch.from_numpy(mask)
 
 
-def _dropped_rows_by_torch(
-    seed: Tensor, rows: int, quarter: int, threshold: int, row: int = 0, column: int = 0
-) -> Tensor:
+def _dropped_rows_by_torch(seed: Tensor, rows: int, quarter: int, threshold: int) -> Tensor:
     i, j = (torch.arange(n, device=seed.device) for n in (rows, quarter))
-    i, j = row + i.view(-1, 1), column + j
+    i = i.view(-1, 1)
     words = philox4x32(j, i & _WORD, i >> 32, 1, seed)
     return torch.stack([word < threshold for word in words], -1)
 
 
 def _dropped(
-    seed: Tensor, batch_heads: int, rows: int, columns: int, p: float, place: Place | None = None
+    seed: Tensor, batch_heads: int, rows: int, columns: int, p: float, row: int = 0, column: int = 0
 ) -> Tensor:
     """Return the masks of the seeds, one after the other; on a GPU there is one seed."""
-    sizes = batch_heads, rows, columns, dropout_threshold(p), place or _UNSHARDED
+    sizes = batch_heads, rows, columns, dropout_threshold(p), row, column
     if seed.device.type == "cpu":
         return _dropped_by_numpy(seed.numpy(), *sizes)
     return _dropped_by_torch(seed, *sizes)
 
 
-_UNSHARDED = 0, 1, 1, 0, 0
-
-
 def _dropped_by_torch(
-    seed: Tensor, BH: int, rows: int, columns: int, threshold: int, place: Place = _UNSHARDED
+    seed: Tensor, BH: int, rows: int, columns: int, threshold: int, row: int = 0, column: int = 0
 ) -> Tensor:
-    first, heads, global_heads, row, column = place
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
     n, i, j = (torch.arange(n, device=seed.device) for n in (BH, tiles_i * 8, tiles_j * 8))
-    n, i, j = first + n // heads * global_heads + n % heads, i + row // 2, j + column // 2
+    i, j = i + row // 2, j + column // 2
     key, shift = splitmix(n.view(-1, 1, 1) + 1, seed)
     words = philox2x32(i.view(-1, 1), j ^ shift, key)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
@@ -203,15 +180,12 @@ def _dropped_by_numpy(
     rows: int,
     columns: int,
     threshold: int,
-    place: Place = _UNSHARDED,
+    row: int = 0,
+    column: int = 0,
 ) -> Tensor:
     """Compute `dropped` on a CPU in half the time: a call of NumPy has less overhead."""
-    first, heads, global_heads, row, column = place
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
-    numbers = np.arange(BH, dtype=np.int64)
-    if place is not _UNSHARDED:
-        numbers = first + numbers // heads * global_heads + numbers % heads
-    mixed = splitmix(numbers + 1, seeds[:, None])
+    mixed = splitmix(np.arange(1, BH + 1, dtype=np.int64), seeds[:, None])
     key, shift = (word.view(np.uint64).reshape(-1, 1, 1) for word in mixed)
     BH = len(key)  # of all seeds
     mask = np.empty((BH, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # 8 booleans in each element
@@ -311,33 +285,8 @@ def _define(name: str, sizes: str, draw: Callable[..., Tensor], dims: int) -> No
 
 
 _MATRIX = "SymInt rows, SymInt columns, float p"
-_define("dropped", f"SymInt batch_heads, {_MATRIX}, SymInt[]? place=None", _dropped, 3)
-_define("dropped_rows", f"{_MATRIX}, SymInt row=0, SymInt column=0", _dropped_rows, 2)
-
-
-def dropped_hidden(
-    seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
-) -> Tensor:
-    """Return `dropped` for a feed-forward layer's hidden elements [rows, columns]."""
-    return dropped(seed, 1, rows, columns, p, (0, 1, 1, row, column))[0]
-
-
-def of_runs(
-    draw: Callable[..., Tensor],
-    seed: Tensor | None,
-    rows: int,
-    columns: int,
-    p: float,
-    shard: Place | None,
-) -> Tensor:
-    """Return the mask of `draw` (`dropped_rows`, `dropped_hidden`); of a shard, run by run."""
-    given = row_shard(shard)
-    if given is None:
-        return draw(seed, rows, columns, p)
-    runs = range(0, max(1, rows), given.run)
-    first = [given.row + n * given.sequence for n in range(len(runs))]
-    sizes = [min(given.run, rows - start) for start in runs]
-    return torch.cat([draw(seed, n, columns, p, i, given.column) for n, i in zip(sizes, first)])
+_define("dropped", f"SymInt batch_heads, {_MATRIX}, SymInt row=0, SymInt column=0", _dropped, 3)
+_define("dropped_rows", _MATRIX, _dropped_rows, 2)
 
 
 def kept(drop: Tensor, x: Tensor) -> Tensor:

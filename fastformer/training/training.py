@@ -299,7 +299,7 @@ class SimpleLossCompute:
                 )
             x = self.generator(x)
             loss = self.criterion(x.reshape(-1, x.shape[-1]), y.reshape(-1))
-        if type(loss) is not Tensor and backends.is_sharded(loss):  # a DTensor
+        if backends.is_dtensor(loss):
             loss = loss.full_tensor()  # type: ignore[attr-defined]
         return loss / (norm.clamp(min=1) if isinstance(norm, Tensor) else max(norm, 1))
 

@@ -47,7 +47,6 @@ from .scores import (
     locate_keys,
     locate_rows,
     locate_sequence,
-    moved,
     prepare_call,
     scores,
     seen_keys,
@@ -621,8 +620,7 @@ def _members_of_tile(call, shared, i0, n0, tile: tl.constexpr, has: tl.constexpr
     """
     sizes, begin, end = call.sizes, 0, shared.members
     if not has.bottom_right:  # a tile outside of the band, whatever the length, is zero
-        shift = moved(sizes, has)
-        lo, hi = keys_of_rows(i0, i0 + tile.rows, sizes.keys, shift, call.band, tile, has)
+        lo, hi = keys_of_rows(i0, i0 + tile.rows, sizes.keys, 0, call.band, tile, has)
         end = tl.where((n0 >= lo) & (n0 < hi), end, 0)
     seen = Shared(shared.batch, shared.head, shared.heads, end)
     if has.lists:

@@ -357,7 +357,7 @@ def visited_tiles(
     lo, hi = lo // width, tl.cdiv(hi + gap, width)
     jump, gap = begin // width, tl.cdiv(gap, width)
     if has_list(has, OWNS_KEYS):
-        if has.left or has.right or has.lengths or has.shard:
+        if has.left or has.right or has.lengths:
             lo, hi = entries_within(call.optional.starts, bounds.begin, bounds.end, lo, hi, lanes)
         else:
             lo, hi = bounds.begin, bounds.end

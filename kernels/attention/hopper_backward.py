@@ -276,10 +276,6 @@ def kept_by_dropout(
     """Return which elements [BM, BN] of the tile at query i0 and key n0 dropout keeps: the bits of
     `kept` of scores.py. LAYOUT is that of the counters.
     """
-    if has.shard:
-        shard = head.call.sizes.shard
-        i0 += shard.query
-        n0 += shard.key
     i = i0 // 2 + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, LAYOUT))
     j = n0 // 2 + gl.arange(0, BN // 2, layout=gl.SliceLayout(0, LAYOUT))
     i, j = gl.expand_dims(i, 1).to(gl.uint32), gl.expand_dims(j, 0).to(gl.uint32)

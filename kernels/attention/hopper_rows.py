@@ -224,7 +224,7 @@ SHORT_SLOTS = 2  # of its ring of queries
 def short_refused(plan: Any) -> bool:
     """Return whether hopper_short.py does not compute a call that `backward_obstacle` allows."""
     has, tile, sizes = plan.has, plan.tile, plan.arguments["sizes"]
-    options = has.mask == 2, has.bias, has.alibi, has.softcap, has.left, has.packed, has.shard
+    options = has.mask == 2, has.bias, has.alibi, has.softcap, has.left, has.packed
     sizes_fit = max(plan.q_length, plan.k_length) <= 512 and plan.head_block <= 64
     square = tile.dim_block == tile.value_block == 64 and sizes.group == 1
     return any(options) or not (sizes_fit and square and all(plan.steps))

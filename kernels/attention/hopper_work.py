@@ -75,8 +75,6 @@ class Work(NamedTuple):
     scale: Any  # of q . k, in base 2
     factor: Any  # of the scores, in base 2: the scale, or the softcap
     draws: Any  # `DropoutStream`
-    draw_row: Any  # the row and column of query 0 and key 0 in the dropout mask
-    draw_column: Any
     factors: Any
 
 
@@ -334,11 +332,6 @@ def nth_block(n, launched, first, tile: gl.constexpr, has: gl.constexpr):
 def work_of(i0, head, bounds, first, tile: gl.constexpr, has: gl.constexpr):
     """Return the `Work` for the queries of a head from i0 on, with tiles from `first` on."""
     sequence, call = head.sequence, head.call
-    draw_row = 0
-    draw_column = 0
-    if has.shard:
-        draw_row = call.sizes.shard.query
-        draw_column = call.sizes.shard.key
     if not has.bounds and not has.lists:
         bounds = Bounds(0, 0, 0, sequence.length)
     factor = call.scale
@@ -355,8 +348,6 @@ def work_of(i0, head, bounds, first, tile: gl.constexpr, has: gl.constexpr):
         scale=call.scale,
         factor=factor,
         draws=head.draws,
-        draw_row=draw_row,
-        draw_column=draw_column,
         factors=call.factors,
     )
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer.batch_invariance import on
-from fastformer.description import OPTIONS, Attention, other_fields, tensor_fields
+from fastformer.description import Attention, other_fields, tensor_fields
 
 from ..common import LOG2E, dropout_arguments
 from ..launch import (
@@ -111,7 +111,6 @@ except Exception:
 OLD = triton.__version__.startswith("3.6.")
 SHORT_KEY = "attention short backward"  # of the measurement
 UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
-FLAGS = [o.name for o in OPTIONS if o.schema == "bool" and o.name in Features._fields]
 
 
 def heads_like(x: Tensor, heads: int, width: int) -> Tensor:
@@ -275,15 +274,13 @@ class Plan:
             lengths=attention.key_lengths is not None,
             packed=self.packed,
             dropout=attention.dropout_p > 0,
-            shard=attention.shard is not None,
             fold_scale=attention.scale > 2.0**-100
             and attention.softcap is None
             and not self.separate_max,
             separate_max=self.separate_max,
-            **{name: getattr(attention, name) for name in FLAGS},
         )
         if attention.mask_spans is not None:
-            cut = self.has.left, self.has.right, self.has.lengths, self.has.shard
+            cut = self.has.left, self.has.right, self.has.lengths
             self.has = self.has._replace(lists=3 if in_documents else 2 if any(cut) else 1)
         self.steps = rows = tuple(n for x in (query, key, value) for n in self.strides(x))
         group = self.heads // max(1, self.groups)
@@ -291,9 +288,9 @@ class Plan:
         lengths = self.q_length, self.k_length, q_rows, k_rows
         self.arguments: dict[str, Any] = dict(
             strides=Strides(*rows, *strides[0], *strides[1], *slopes, *_steps_of_lists(attention)),
-            sizes=Sizes(self.heads, group, *lengths, attention.shard or 1, documents),
+            sizes=Sizes(self.heads, group, *lengths, documents),
             band=Band(left, right),
-            factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)[:2]),
+            factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)),
         )
 
     def choose_bounds(self, kernel: str, attention: Attention) -> None:
@@ -636,7 +633,7 @@ class BackwardPlan(Plan):
         bias, scores = attention.bias, self.batch * self.heads * self.q_length * self.k_length
         unshared = bias is not None and bias.numel() == scores
         self.own_bias_grad = self.bias_grad == "tile" and unshared
-        self.cut = any((self.has.left, self.has.right, self.has.lengths, self.has.shard))
+        self.cut = any((self.has.left, self.has.right, self.has.lengths))
         self.key_rows = key.shape[2]
         if self.overlaps:
             for name, known in HOPPER_BACKWARD.items():

@@ -99,9 +99,6 @@ class Sizes(NamedTuple):
     keys: Any  # Sk; in a packed batch the most that a sequence has
     query_rows: Any  # rows of the query tensor: Sq, or Tq in a packed batch
     key_rows: Any
-    # `Shard`: the offsets of this call within a larger, sharded call. A call that is no shard has
-    # 1, which Triton makes a constant (Triton 3.6 cannot hold None in a named tuple).
-    shard: Any = 1
     documents: Any = 1  # the sequences of a packed batch with a block mask
 
 
@@ -155,7 +152,6 @@ class Features(NamedTuple):
     fold_scale: Any  # whether `shifted` applies the scale, in one fma with its offset
     separate_max: Any = False  # whether the maximum and the log-sum of a row are two numbers
     sink: Any = False
-    shard: Any = False  # whether the call is a shard of a larger one, `Sizes.shard`
     page: Any = 0  # keys of a page, 0 if the keys are not in pages
     key_grad: Any = False  # whether a bias that is the same for all queries needs its gradient
     # Whether there are bounds: 1 of the mask, 2 of the bias, 3 those that a program computes itself
@@ -261,15 +257,6 @@ def clamp(x, low, high):
 
 
 @triton.jit
-def moved(sizes, has: tl.constexpr):
-    """Return the shard's query offset minus its key offset in the full sequence."""
-    if has.shard:
-        return sizes.shard.query - sizes.shard.key
-    else:
-        return 0
-
-
-@triton.jit
 def locate_block(blocks, has: tl.constexpr, LAST_IS_LONGEST: tl.constexpr):
     """Return (batch_head, block): which of the `blocks` blocks of a head a program owns.
 
@@ -320,10 +307,10 @@ def locate_keys(inputs, strides, sequence, b, g):
 def locate_sequence(optional, sizes, b, has: tl.constexpr):
     """Return where sequence b begins and how long it is.
 
-    `optional.lengths` holds the number of keys of each sequence, which in a shard counts the keys
-    of the full sequence. In a packed batch it holds the offsets of the keys, and `optional.starts`
-    the offsets of the queries; with a block mask the one sequence ends with the last document. All
-    are clamped, so that a bad value never makes a program read out of bounds.
+    `optional.lengths` holds the number of keys of each sequence. In a packed batch it holds the
+    offsets of the keys, and `optional.starts` the offsets of the queries; with a block mask the one
+    sequence ends with the last document. All are clamped, so that a bad value never makes a program
+    read out of bounds.
     """
     if has.packed:
         q0 = clamp(tl.load(optional.starts + b).to(tl.int32), 0, sizes.query_rows)
@@ -343,19 +330,11 @@ def locate_sequence(optional, sizes, b, has: tl.constexpr):
             # At least one: rows past the end read the last one.
             queries = clamp(tl.load(optional.offsets + sizes.documents).to(tl.int32), 1, queries)
             length = clamp(tl.load(optional.lengths + sizes.documents).to(tl.int32), 0, length)
-        if has.shard and has.lists < 3:  # documents are complete
-            shard = sizes.shard
-            length = shard.keys
         if has.lengths:
             length = clamp(tl.load(optional.lengths + b).to(tl.int32), 0, length)
     shift = 0
     if has.bottom_right:
         shift = length - queries
-    if has.shard and not has.packed and has.lists < 3:
-        if has.bottom_right:
-            shift += queries - shard.queries
-        shift += moved(sizes, has)
-        length = clamp(length - shard.key, 0, sizes.keys)
     return Sequence(first_query, first_key, queries, length, shift)
 
 
@@ -390,9 +369,6 @@ def locate_head(call, sequence, batch_head, b, h, first, tile: tl.constexpr, has
             slope = tl.load(slope).to(tile.acc) * LOG2E
     draws = 0
     if has.dropout:
-        if has.shard:
-            shard = call.sizes.shard
-            batch_head = (shard.batch + b) * shard.heads + shard.head + h
         draws = dropout_stream(call.seed, batch_head)
     return Head(draws, mask, bias, slope, sequence, call)
 
@@ -400,10 +376,6 @@ def locate_head(call, sequence, batch_head, b, h, first, tile: tl.constexpr, has
 @triton.jit
 def kept(head, i0, n0, tile: tl.constexpr, has: tl.constexpr):
     """Return which elements [BM, BN] of the tile at query i0 and key n0 dropout keeps."""
-    if has.shard:
-        shard = head.call.sizes.shard
-        i0 += shard.query
-        n0 += shard.key
     return dropout_keep(head.draws, i0, n0, head.call.factors.threshold, tile.rows, tile.columns)
 
 

@@ -382,7 +382,7 @@ def short_backward_kernel(
 
 SEPARATE = "separate kernels"  # delta, dK and dV, dQ
 MOST = {"tiny": 128, "scratch": 512}  # queries and keys
-REFUSED = {"alibi": "ALiBi", "softcap": "a softcap", "left": "a window", "shard": "a shard"}
+REFUSED = {"alibi": "ALiBi", "softcap": "a softcap", "left": "a window"}
 REFUSED["lists"] = "a block mask"
 
 

@@ -10,8 +10,6 @@ import torch
 import triton
 from torch import Tensor
 
-from fastformer.description import RowShard, row_shard
-
 from ..common import Size, dropout_arguments
 from ..launch import (
     Launch,
@@ -101,7 +99,6 @@ class Options(NamedTuple):
     unbiased: bool = False
     rms: bool = False
     dropout_p: float = 0.0
-    shard: RowShard | None = None  # of dropout
 
 
 def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> Tiles:
@@ -146,7 +143,7 @@ class _Forward:
             ),
             size=Size(rows, n),
             eps=options.eps,
-            dropout=dropout_arguments(options.dropout_p, options.shard),
+            dropout=dropout_arguments(options.dropout_p),
             tile=constants(tiles),
             case=constants(case),
         )
@@ -248,7 +245,7 @@ class _Backward:
             strides=strides,
             size=size,
             eps=options.eps,
-            dropout=dropout_arguments(options.dropout_p, options.shard),
+            dropout=dropout_arguments(options.dropout_p),
             tile=constants(tiles),
             case=constants(case),
         )
@@ -424,7 +421,7 @@ def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, 
 
 # ------------------------------------------------------------------------ residual, dropout, norm
 
-_REST = "Tensor? dropout_seed, SymInt[]? shard, Tensor? input_bias"
+_REST = "Tensor? dropout_seed, Tensor? input_bias"
 _ARGUMENTS = f"float dropout_p, float eps, bool unbiased, {_REST}"
 
 
@@ -439,11 +436,9 @@ def _fake_add(input, residual, weight, *_):
     "-> (Tensor normalized, Tensor residual_out, Tensor mean, Tensor reciprocal)",
     _fake_add,
 )
-def add_forward(
-    input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed, shard, input_bias
-):
+def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed, input_bias):
     """Launch the forward: (normalized, residual_out, mean [M], r [M])."""
-    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
+    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
     return _run_forward(input, residual, weight, bias, dropout_seed, options, input_bias)
 
 
@@ -468,11 +463,11 @@ def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
     _fake_add_backward,
 )
 def add_backward(
-    grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, seed, shard, *rest
+    grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, seed, *rest
 ):
     """Launch one pass for all gradients, and add up the partial sums of the parameters'."""
     input_bias, residual_out, mean, reciprocal, needs = rest
-    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
+    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
     given = grad_normalized, grad_residual_out, residual_out, weight, seed, mean, reciprocal
     wanted = Needs(True, needs[0] or needs[1] or needs[4], *needs[2:])
     parameters = weight, bias, input_bias
@@ -486,9 +481,9 @@ def add_backward(
     "-> (Tensor normalized, Tensor residual_out, Tensor reciprocal)",
     lambda *given: _fake_add(*given)[:3],
 )
-def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed, shard, input_bias):
+def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed, input_bias):
     """Launch the forward: (normalized, residual_out, r [M])."""
-    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p, shard=row_shard(shard))
+    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
     given = input, residual, weight, None, dropout_seed, options, input_bias
     y, total, _, r = _run_forward(*given)
     return y, total, r
@@ -507,11 +502,11 @@ def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
     _fake_add_rms_backward,
 )
 def add_rms_backward(
-    grad_normalized, grad_residual_out, weight, dropout_p, eps, seed, shard, input_bias, *rest
+    grad_normalized, grad_residual_out, weight, dropout_p, eps, seed, input_bias, *rest
 ):
     """Launch as `add_backward` does. r is passed for the mean, which no kernel reads."""
     residual_out, r, needs = rest
-    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p, shard=row_shard(shard))
+    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
     given = _Given(grad_normalized, grad_residual_out, residual_out, weight, seed, r, r)
     wanted = Needs(True, needs[0] or needs[1] or needs[3], needs[2], False, needs[3])
     dx, dinput, dweight, _, dbias = _run_backward(given, options, wanted, weight, None, input_bias)

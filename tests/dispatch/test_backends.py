@@ -350,12 +350,6 @@ def test_compute_capabilities(monkeypatch, capability, runs):
     assert "interpreter only" in launch.unsupported_dtype(torch.zeros(1, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("first", [-1, True, "0"])
-def test_sequences_from_refuses(first):
-    with pytest.raises((TypeError, ValueError), match="first is"):
-        ff.sequences_from(first)
-
-
 def test_where_the_kernels_are_preferred():
     here, elsewhere = torch.empty(2), torch.empty(2, device="meta")
     preferred = {}
@@ -363,22 +357,3 @@ def test_where_the_kernels_are_preferred():
         with use_backend(backend):
             preferred[backend] = [backends.prefers_kernels(x) for x in (here, elsewhere)]
     assert preferred == dict(auto=[False, True], triton=[True, True], reference=[False, False])
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_of_a_part_have_the_dtype_of_those_of_the_whole(dtype, autocast):
-    """Of a residual stream and of a sublayer that has another dtype."""
-    torch.manual_seed(0)
-    x, sublayer = torch.randn(2, 3, 8, dtype=dtype), torch.nn.Linear(8, 8)
-    connection = ff.SublayerConnection(8, 0.0).to(dtype)
-
-    def compute():
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return connection(x, lambda y: sublayer(y.float()))
-
-    whole = compute()
-    with ff.sequences_from(0):
-        part = compute()
-    assert part.dtype == whole.dtype == dtype
-    torch.testing.assert_close(part, whole)

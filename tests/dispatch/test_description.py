@@ -60,25 +60,3 @@ def test_calls_that_differ_in_an_option_share_no_plan(name):
     other = PLAIN._replace(**{name: given[name]})
     assert plan.signature_of(*inputs, PLAIN) != plan.signature_of(*inputs, other)
     assert plan.signature_of(*inputs, other) == plan.signature_of(*inputs, other)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "expected"),
-    [
-        ("attn_mask", (2, 4, 3, 5), "bhqk"),
-        ("attn_mask", (2, 1, 3, 5), "b.qk"),
-        ("bias", (3, 1), "q."),
-        ("bias", (), ""),
-        ("key_lengths", (1,), "b"),
-        ("alibi_slopes", (2, 4), "bh"),
-        ("alibi_slopes", (1,), "h"),
-        ("sinks", (4,), "h"),
-        ("dropout_seed", (1,), "."),
-        ("mask_spans", (2, 4, 3, 5), "bh.."),
-        ("mask_spans", (1, 4, 3, 5), ".h.."),
-        ("mask_bits", (2, 256), ".."),
-    ],
-)
-def test_dimensions_that_are_sharded(name, shape, expected):
-    fields = PLAIN._replace(**{name: torch.zeros(shape)})._asdict()
-    assert description.dims(fields) == {name: expected}

@@ -1,63 +1,32 @@
 """What the processes of parallel_worker.py check: functions of a folder that they share."""
 
-import copy
-import os
-import re
-import shutil
-import time
-import warnings
-from dataclasses import replace
+import functools
 
 import torch
-import torch.distributed.checkpoint as dcp
-from context_checks import (  # noqa: F401
-    agree,
-    context,
-    context_edges,
-    context_model,
-    context_no_keys,
-    context_one_row,
-    context_order,
-    context_refusals,
-    context_seed,
-    context_within,
-    refused,
-    trained,
-)
-from dtensor_checks import (  # noqa: F401
-    P,
-    any_strides,
-    attention,
-    drawn,
-    embedding,
-    feed_forward,
-    gated_activation,
-    gated_halves,
-    losses,
-    masks,
-    no_targets,
-    norms,
-    one_device,
-    other_attention,
-    rotary,
-)
 from torch import nn
-from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from training_checks import (  # noqa: F401
+    in_full,
     interrupted_fit,
     optimizer_of_shards,
+    refused,
     resumed_fit,
     uneven_tokens,
 )
 
-import benchmarks.parallel_worker as measured
 import fastformer as ff
 from fastformer import numerics
-from fastformer.training.copy_task import Settings
-from fastformer.training.parallel_copy_task import Parallel
+from fastformer.dispatch import backends
 
 
 def close(name, ours, whole, size=0.0):
@@ -80,501 +49,332 @@ def all_close(label, ours, whole):
         close(f"{label}: d{name}", g, want_grads[name], size)
 
 
-def a_model(
-    batch=4, decoder=False, dtype=torch.float64, sinks=False, packed=False, rows=None, **options
-):
-    """The same in every process: a model, its loss, and a batch; without padding if packed. rows:
-    those of the batch that it holds.
-    """
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def gradients(model):
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+RUNS = (("reference", torch.float64), ("triton", torch.float32))
+
+
+# ---------------------------------------------------------------------------------- data parallel
+
+
+def a_model(dtype, rows=slice(None), packed=False, **options):
+    """The same in every process: a model, its loss, and these rows of a batch of four."""
     torch.manual_seed(0)
-    sizes = dict(N=2, d_model=16, d_ff=64, h=4, dropout=P) | options
-    model = ff.make_decoder(11, **sizes) if decoder else ff.make_model(11, 11, **sizes)
-    for module in model.modules() if sinks else ():
-        if isinstance(module, ff.MultiHeadedAttention):
-            module.sinks = torch.nn.Parameter(torch.randn(module.h))
+    sizes = dict(N=1, d_model=16, d_ff=32, h=4, dropout=0.0) | options
+    model = ff.make_model(11, 11, **sizes)
     torch.manual_seed(1)
-    src, tgt = torch.randint(0, 11, (batch, 6)), torch.randint(0, 11, (batch, 8))
-    if packed:  # the rows differ in length; three have 15 and 18 tokens, two have 11 and 13
-        src, tgt = (x.clamp_min(1) for x in (src, tgt))
-        for i in range(batch):
-            src[i, 6 - i :], tgt[i, 8 - i :] = 0, 0
+    src, tgt = torch.randint(1, 11, (4, 6)), torch.randint(1, 11, (4, 8))
+    for i in range(4):
+        src[i, 6 - i :], tgt[i, 8 - i :] = 0, 0
     compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(11, 0, 0.1))
-    src, tgt = (x if rows is None else x[rows] for x in (src, tgt))
-    return model.to(dtype), compute, ff.Batch(None if decoder else src, tgt, packed=packed)
+    return model.to(dtype), compute, ff.Batch(src[rows], tgt[rows], packed=packed)
 
 
-def step(model, compute, batch):
-    """Return the loss, and the gradient of each parameter, in full."""
-    torch.manual_seed(2)
+class WithLoss(nn.Module):
+    """The loss as the forward of a module, which find_unused_parameters of DDP needs."""
+
+    def __init__(self, model, compute):
+        super().__init__()
+        self.model, self.compute = model, compute
+
+    def forward(self, inputs, *rest):
+        return self.compute(self.model(*inputs), *rest)
+
+
+def step(model, compute, batch, ntokens=None):
+    """Return the loss. compute: the function of the model's output; None for a `WithLoss`."""
     inputs = [x for x in (batch.src, batch.tgt, batch.src_mask, batch.tgt_mask) if x is not None]
-    loss = compute(model(*inputs), batch.tgt_y, batch.ntokens)
+    rest = batch.tgt_y, ntokens or batch.ntokens
+    loss = model(inputs, *rest) if compute is None else compute(model(*inputs), *rest)
     loss.backward()
-    return loss.detach(), in_full(model)
+    return loss.detach()
 
 
-def in_full(model):
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+def twice(compute, *arguments):
+    return 2 * compute(*arguments)
 
 
-def tensor_parallel(folder):
-    """A parallelized model has the loss and the gradients of the whole one, dropout on."""
-    forms = {
-        "pre-norm": {},
-        "post-norm, gelu, tied": dict(
-            norm_first=False, activation="gelu", tie_generator=True, tie_source=True
-        ),
-        "swiglu, grouped": dict(activation="swiglu", kv_heads=2, learned_positions=True, N=1),
-        "a batch that does not divide": dict(batch=3, tie_generator=True),
-        "rotary": dict(decoder=True, positions="rotary", qk_norm=True, N=1),
-        "decoder, sinks": dict(decoder=True, norm="rms", activation="swiglu", sinks=True),
-    }
-    world = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    runs = [(form, "reference") for form in forms] + [("swiglu, grouped", "triton")]
-    for form, backend in runs:
-        whole = step(*a_model(**forms[form]))
-        dtype = torch.float64 if backend == "reference" else torch.float32
-        model, compute, batch = a_model(**forms[form], dtype=dtype)
-        ff.parallelize(model, mesh)
-        with ff.use_backend(backend):
-            all_close(f"{form}, {backend}", step(model, compute, batch), whole)
-
-
-def small(steps):
-    return Settings(steps=steps, batch=4, length=6, N=1, d_model=16, d_ff=64, h=4, dropout=P)
-
-
-def torch_transformer(folder):
-    """An accelerated nn.Transformer, parallelized, computes what it did, dropout on; with FSDP2
-    over another dimension of the mesh as well.
-    """
-    world = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    src, tgt = drawn(4, 6, 16), drawn(4, 5, 16, seed=1)
-    hidden = torch.arange(6) >= torch.tensor([[6], [4], [1], [5]])
-    causal = nn.Transformer.generate_square_subsequent_mask(5)
-
-    def trained(way, norm_first, rows=slice(None), scale=1):
-        dtype = torch.float32 if way == "triton" else torch.float64
-        torch.manual_seed(0)
-        model = nn.Transformer(16, 4, 1, 1, 64, dropout=P, batch_first=True, norm_first=norm_first)
-        ff.accelerate(model.to(dtype))
-        if way != "alone":
-            ff.parallelize(model, mesh["tp"])
-        if way == "fsdp":
-            for layer in (*model.encoder.layers, *model.decoder.layers):
-                fully_shard(layer, mesh=mesh["dp"])
-            fully_shard(model, mesh=mesh["dp"])
-        torch.manual_seed(2)
-        x, y = (part[rows].to(dtype, copy=True).requires_grad_() for part in (src, tgt))
-        padding = dict.fromkeys(("src_key_padding_mask", "memory_key_padding_mask"), hidden[rows])
-        with ff.use_backend("triton" if way == "triton" else "reference"):
-            out = model(x, y, tgt_mask=causal.to(dtype), **padding)
-            (scale * out * drawn(4, 5, 16, seed=3)[rows]).sum().backward()
-        return out.detach(), in_full(model) | {"src": x.grad / scale, "tgt": y.grad / scale}
-
-    for norm_first in (True, False):
-        out, grads = whole = trained("alone", norm_first)
-        for way in ("reference", "triton"):
-            all_close(f"{way}, {norm_first}", trained(way, norm_first), whole)
-        first = 2 * mesh["dp"].get_local_rank()
-        rows = slice(first, first + 2)
-        with ff.sequences_from(first):
-            ours = trained("fsdp", norm_first, rows, mesh["dp"].size())
-        part = grads | {name: grads[name][rows] for name in ("src", "tgt")}
-        all_close(f"fsdp, {norm_first}", ours, (out[rows], part))
-
-
-def layouts(folder):
-    """torch.distributed.checkpoint takes a model from one layout to another: of tensor parallelism,
-    of both that and FSDP2, and of one process.
-    """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    options = dict(activation="swiglu", tie_generator=True)
-    whole = a_model(**options)[0].state_dict()
-    model, *_ = a_model(**options)
-    ff.parallelize(model, mesh["tp"])
-    dcp.save(model.state_dict(), checkpoint_id=str(folder / "tp"))
-    both = a_model(**options)[0]
-    with torch.no_grad():
-        for p in both.parameters():
-            p.zero_()
-    ff.parallelize(both, mesh["tp"])
-    fully_shard(both, mesh=mesh["dp"])
-    state = both.state_dict()
-    dcp.load(state, checkpoint_id=str(folder / "tp"))
-    both.load_state_dict(state)
-    state = both.state_dict()
-    plain = {name: torch.zeros_like(x) for name, x in whole.items()}
-    dcp.load(plain, checkpoint_id=str(folder / "tp"))
-    for name, x in whole.items():
-        assert torch.equal(plain[name], x), name
-        ours = state[name]
-        assert torch.equal(ours.full_tensor() if isinstance(ours, DTensor) else ours, x), name
-
-
-def halves(model, compute, batch, mesh):
-    """Return the loss and the gradients of a batch of four, of which each of two processes has a
-    half.
-    """
+def own_rows(mesh):
     first = 2 * mesh.get_local_rank()
-    part = copy.copy(batch)
-    for name in ("src", "tgt", "src_mask", "tgt_mask", "tgt_y"):
-        x = getattr(batch, name)
-        setattr(part, name, None if x is None else x[first : first + 2])
-    with ff.sequences_from(first):
-        # DDP and FSDP2 take the mean of the gradients of two.
-        loss, grads = step(model, lambda *args: 2 * compute(*args), part)
-    torch.distributed.all_reduce(loss, group=mesh.get_group())
-    return loss / 2, grads
+    return slice(first, first + 2)
+
+
+def wrapped(kind, model, mesh, layers, options):
+    """The model under DDP or FSDP2."""
+    if kind == "fsdp":
+        for module in (*layers, model):
+            fully_shard(module, mesh=mesh)
+        return model
+    return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def ways():
+    yield "fsdp", {}
+    for option in (None, "static_graph", "find_unused_parameters"):
+        yield "ddp", {option: True} if option else {}
 
 
 def data_parallel(folder):
-    """DDP and FSDP2 on halves of a batch, dropout on: the loss and the gradients of one process."""
+    """DDP and FSDP2 on halves of a batch, padded and packed: the loss and the gradients of one
+    process with all of it.
+    """
     mesh = init_device_mesh("cpu", (2,))
-    sizes = dict(N=1, h=2, d_ff=32)
-    whole = step(*a_model(**sizes))
-    for backend, kind in (("reference", "ddp"), ("triton", "ddp"), ("reference", "fsdp")):
-        dtype = torch.float64 if backend == "reference" else torch.float32
-        model, compute, batch = a_model(**sizes, dtype=dtype)
-        if kind == "fsdp":
-            for layer in (*model.encoder.layers, *model.decoder.layers, model):
-                fully_shard(layer, mesh=mesh)
-        parallel = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
+    for packed in (False, True):
+        model, compute, batch = a_model(torch.float64, packed=packed)
+        expected = step(model, compute, batch), gradients(model)
+        for backend, dtype in RUNS:
+            for kind, options in ways():
+                model, compute, part = a_model(dtype, own_rows(mesh), packed)
+                layers = (*model.encoder.layers, *model.decoder.layers)
+                doubled = functools.partial(twice, compute)
+                if "find_unused_parameters" in options:
+                    model, doubled = WithLoss(model, doubled), None
+                placed = wrapped(kind, model, mesh, layers, options)
+                with ff.use_backend(backend):  # DDP and FSDP2 take the mean of two gradients
+                    loss = step(placed, doubled, part, batch.ntokens)
+                torch.distributed.all_reduce(loss)
+                label = f"{kind}, {options}, {backend}, packed {packed}"
+                found = {k.removeprefix("model."): g for k, g in gradients(model).items()}
+                all_close(label, (loss / 2, found), expected)
+
+
+def accumulated(folder):
+    """Two halves of the rows of a process, the first of them within `no_sync` of DDP."""
+    mesh = init_device_mesh("cpu", (2,))
+    model, compute, batch = a_model(torch.float64)
+    expected = step(model, compute, batch), gradients(model)
+    first = 2 * mesh.get_local_rank()
+    parts = [a_model(torch.float64, slice(first + i, first + i + 1))[2] for i in range(2)]
+    model, compute, _ = a_model(torch.float64)
+    placed, doubled = nn.parallel.DistributedDataParallel(model), functools.partial(twice, compute)
+    with ff.use_backend("reference"):
+        with placed.no_sync():
+            loss = step(placed, doubled, parts[0], batch.ntokens)
+        loss += step(placed, doubled, parts[1], batch.ntokens)
+    torch.distributed.all_reduce(loss)
+    all_close("no_sync", (loss / 2, gradients(model)), expected)
+
+
+def torch_transformer(folder):
+    """An accelerated nn.Transformer under DDP and FSDP2."""
+    mesh = init_device_mesh("cpu", (2,))
+    src, tgt = drawn(4, 6, 16), drawn(4, 5, 16, seed=1)
+    hidden = torch.arange(6) >= torch.tensor([[6], [4], [3], [5]])
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+
+    def trained(kind, dtype, backend, rows=slice(None), options=None):
+        torch.manual_seed(0)
+        model = nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True).to(dtype)
+        ff.accelerate(model)
+        layers = (*model.encoder.layers, *model.decoder.layers)
+        placed = wrapped(kind, model, mesh, layers, options or {}) if kind else model
+        padding = dict.fromkeys(("src_key_padding_mask", "memory_key_padding_mask"), hidden[rows])
         with ff.use_backend(backend):
-            loss, _ = halves(parallel, compute, batch, mesh)
-        all_close(f"{kind}, {backend}", (loss, in_full(model)), whole)
+            out = placed(
+                src[rows].to(dtype), tgt[rows].to(dtype), tgt_mask=causal.to(dtype), **padding
+            )
+            (out * drawn(4, 5, 16, seed=3)[rows]).sum().mul(2 if kind else 1).backward()
+        return out.detach(), gradients(model)
+
+    out, grads = trained("", torch.float64, "reference")
+    rows = own_rows(mesh)
+    for backend, dtype in RUNS:
+        for kind, options in ways():
+            ours = trained(kind, dtype, backend, rows, options)
+            all_close(f"{kind}, {options}, {backend}", ours, (out[rows], grads))
 
 
-def composed(folder):
-    """FSDP2 over one dimension of a mesh, tensor parallelism over the other, and checkpointing: the
-    loss and the gradients of the whole batch on one process.
+# ------------------------------------------------------------------------------- tensor parallel
+
+
+FORMS = {
+    "gelu, grouped": (dict(activation="gelu", kv_heads=2), False),
+    "pre-norm": (dict(norm_first=True), False),
+    "post-norm, sequences": (dict(norm_first=False), True),
+    "pre-norm, rms, sequences": (dict(norm_first=True, norm="rms"), True),
+}
+
+
+def split(model, mesh, sequences):
+    """The styles of torch on a model of make_decoder; with `sequences` the residual stream is
+    sharded along them.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for options in ({}, dict(decoder=True)):
-        whole = step(*a_model(**options))
-        model, compute, batch = a_model(**options)
-        ff.parallelize(model, mesh["tp"])
-        for name in ("encoder", "decoder"):
-            for layer in getattr(getattr(model, name, None), "layers", ()):
-                checkpoint(layer)
-                fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
-        ours = halves(model, compute, batch, mesh["dp"])
-        all_close(f"{options}", ours, whole)
-
-
-def packed_batches(folder):
-    """Packed batches by tensor parallelism, dropout on, and by DDP and FSDP2, each process with
-    half of the rows: the loss and the gradients of one process.
-    """
-    world = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    group = mesh.get_group()
-    forms = {
-        "learned positions, tied": dict(batch=3, learned_positions=True, tie_generator=True),
-        "rotary": dict(batch=3, decoder=True, positions="rotary", qk_norm=True),
-        "swiglu, grouped": dict(batch=2, decoder=True, activation="swiglu", kv_heads=2),
+    over = Shard(1) if sequences else Replicate()
+    rowwise = RowwiseParallel(output_layouts=over, use_local_output=not sequences)
+    colwise = ColwiseParallel(input_layouts=over)
+    styles = {f"self_attn.linears.{i}": colwise for i in range(3)} | {
+        "self_attn.linears.3": rowwise
     }
-    for form, options in forms.items():
-        options |= dict(packed=True, N=1)
-        whole = step(*a_model(**options))
-        model, compute, batch = a_model(**options)
-        ff.parallelize(model, mesh)
-        all_close(form, step(model, compute, batch), whole)
-    options = dict(packed=True, decoder=True, dropout=0.0, N=1)
-    *_, batch = given = a_model(**options)
-    whole, first = step(*given), 2 * mesh.get_local_rank()
-    for kind in ("ddp", "fsdp"):
-        model, compute, part = a_model(**options, rows=slice(first, first + 2))
-        part.ntokens = batch.ntokens
-        parallel = model
-        if kind == "ddp":
-            parallel = nn.parallel.DistributedDataParallel(model, process_group=group)
-        else:
-            for module in (*model.decoder.layers, model):
-                fully_shard(module, mesh=mesh)
-        loss, _ = step(parallel, lambda *args, of=compute: 2 * of(*args), part)
-        torch.distributed.all_reduce(loss, group=group)
-        all_close(f"{kind}, packed", (loss / 2, in_full(model)), whole)
+    styles |= {"feed_forward.w_1": colwise, "feed_forward.w_2": rowwise}
+    if sequences:
+        styles |= {f"sublayer.{i}.norm": SequenceParallel() for i in range(2)}
+    for layer in model.decoder.layers:
+        parallelize_module(layer, mesh, styles)
+    if sequences:
+        if isinstance(model.decoder.norm, (ff.LayerNorm, ff.RMSNorm)):
+            parallelize_module(model.decoder.norm, mesh, SequenceParallel())
+        nothing = None, None  # the mask and the cache
+        into = dict(input_layouts=(Replicate(), *nothing), desired_input_layouts=(over, *nothing))
+        parallelize_module(model.decoder, mesh, PrepareModuleInput(**into, use_local_output=False))
+        out = dict(output_layouts=over, desired_output_layouts=Replicate())
+        parallelize_module(model.decoder, mesh, PrepareModuleOutput(**out))
+
+
+def tensor_parallel(folder):
+    """torch's own styles on the layers of a model: attention gets the heads of the process, as
+    plain tensors. With sequence parallelism the norms get DTensors.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    tokens = torch.randint(1, 11, (3, 9), generator=torch.Generator().manual_seed(1))
+
+    def trained(options, dtype, sequences=None):
+        torch.manual_seed(0)
+        sizes = dict(N=2, d_model=16, d_ff=32, h=4, dropout=0.0) | options
+        model = ff.make_decoder(11, **sizes).to(dtype)
+        if sequences is not None:
+            split(model, mesh, sequences)
+        compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(11, 0, 0.1))
+        loss = step(model, compute, ff.Batch(None, tokens))
+        return loss, gradients(model)
+
+    for name, (options, sequences) in FORMS.items():
+        expected = trained(options, torch.float64)
+        for backend, dtype in RUNS:
+            calls = []
+            seen = backends.observe(
+                on_call=lambda op, given, calls=calls: calls.append((op, given))
+            )
+            with ff.use_backend(backend), seen:
+                ours = trained(options, dtype, sequences)
+            all_close(f"{name}, {backend}", ours, expected)
+            heads = [given["query"].shape[1] for op, given in calls if "attention" in op]
+            assert heads == [2, 2], heads  # of four, in each of two layers
+            norms = [given["input"].shape for op, given in calls if "norm" in op]
+            assert len(norms) == 5 - (not options.get("norm_first", True)), norms
+            assert all(x == (3, 4 if sequences else 8, 16) for x in norms), norms
+
+
+def rows_of_dtensors(folder):
+    """The ops on rows, split over the batch, over the sequence, of which no two parts are equal, or
+    over both: outputs, their placements and gradients.
+    """
+    line = init_device_mesh("cpu", (2,))
+    square = init_device_mesh("cpu", (2, 1))
+    x, y, w, w_2 = drawn(3, 5, 8), drawn(3, 5, 8, seed=1), drawn(8), drawn(8, 16)
+    gate, labels = drawn(3, 5, 16), torch.arange(15).view(3, 5) % 7
+    table, n = drawn(7, 8), dict(reduction="none")
+    wide = drawn(3, 5, 2, 4)
+    calls = {
+        "layer_norm": (dict(input=x, weight=w, bias=w), dict(normalized_shape=8)),
+        "rms_norm": (dict(input=wide, weight=wide[0, 0]), dict(normalized_shape=(2, 4))),
+        "dropout_add_layer_norm": (dict(input=x, residual=y, weight=w, bias=w, input_bias=w), {}),
+        "dropout_add_rms_norm": (dict(input=x, residual=y, weight=w), {}),
+        "feed_forward": (dict(input=x, w_1=w_2.T, b_1=gate[0, 0], w_2=w_2, b_2=w), {}),
+        "swiglu": (dict(input=x, w=torch.cat([w_2.T, -w_2.T]), b=None, w_2=w_2, b_2=w), {}),
+        "gated_activation": (dict(gate=gate, value=gate.flip(0)), {}),
+        "cross_entropy": (dict(logits=drawn(3, 5, 7), target=labels), n),
+        "linear_cross_entropy": (dict(input=x, linear_weight=table, target=labels), n),
+    }
+    ways = [(line, [Shard(0)]), (line, [Shard(1)]), (line, [Replicate()])]
+    ways += [(square, [Shard(1), Shard(0)])]
+
+    def run(op, tensors, options):
+        leaves = {k: t for k, t in tensors.items() if t is not None and t.is_floating_point()}
+        for t in leaves.values():
+            t.requires_grad_()
+        out = getattr(ff, op)(**tensors, **options)
+        out = out if isinstance(out, tuple) else (out,)
+        sum((whole(o) * drawn(*o.shape, seed=9).to(o.dtype)).sum() for o in out).backward()
+        return out, {k: t.grad for k, t in leaves.items()}
+
+    for op, (tensors, options) in calls.items():
+        rows = backends.OPERATIONS[op].rows
+
+        def made(dtype, tensors=tensors):
+            return {
+                k: t if t is None or not t.is_floating_point() else t.detach().to(dtype, copy=True)
+                for k, t in tensors.items()
+            }
+
+        want, grads = run(op, made(torch.float64), options)
+        for backend, dtype in RUNS:
+            for mesh, places in ways:
+                given = {
+                    k: t if t is None else distribute_tensor(
+                        t, mesh, places if k in rows else [Replicate()] * mesh.ndim
+                    )
+                    for k, t in made(dtype).items()
+                }  # fmt: skip
+                with ff.use_backend(backend):
+                    out, found = run(op, given, options)
+                label = f"{op}, {backend}, {places}"
+                for one, other in zip(out, want, strict=True):
+                    assert list(one.placements) == places, label
+                    close(label, whole(one).detach(), other.detach())
+                for k, g in found.items():
+                    assert g.placements == given[k].placements, f"{label}: d{k} {g.placements}"
+                    close(f"{label}: d{k}", whole(g), grads[k])
+
+
+def dropout_of_dtensors(folder):
+    """Each device drops elements of its own rows, from a seed or without, the same as its backward
+    does; replicated rows drop the same everywhere.
+    """
+    mesh, zero = init_device_mesh("cpu", (2,)), torch.zeros(4, 64)
+    for backend in ("auto", "triton"):
+        for seed in (None, 3):
+            kept = {}
+            for place in (Shard(0), Replicate()):
+                torch.manual_seed(0)
+                x = distribute_tensor(torch.ones(4, 64), mesh, [place]).requires_grad_()
+                residual = distribute_tensor(zero, mesh, [place])
+                weight = distribute_tensor(torch.ones(64), mesh, [Replicate()])
+                with ff.use_backend(backend):
+                    _, out = ff.dropout_add_rms_norm(x, residual, weight, 0.5, dropout_seed=seed)
+                    out.full_tensor().sum().backward()
+                kept[place] = out.full_tensor() != 0
+                assert torch.equal(x.grad.full_tensor() != 0, kept[place]), (backend, seed)
+                assert 64 < int(kept[place].sum()) < 192
+            halves = kept[Shard(0)].chunk(2)
+            assert not torch.equal(*halves), (backend, seed)
 
 
 def refusals(folder):
-    """Each rank raises the same error, which says what to change."""
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    own = ff.distributed.parallelize
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    square = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    """Each process raises the same error, which says what to change."""
+    mesh = init_device_mesh("cpu", (2,))
 
-    def heads(h):
-        return lambda: ff.parallelize(a_model(h=h)[0], mesh)
+    def placed(x, place):
+        return distribute_tensor(x, mesh, [place])
 
-    def op(name, mesh=mesh, **arguments):
-        given = {
-            key: distribute_tensor(*value) if type(value) is tuple else value
-            for key, value in arguments.items()
-        }
-        return lambda: getattr(ff, name)(**given)
-
-    def differ():
-        torch.manual_seed(rank)
-        try:
-            ff.require_same_ranks()
-        finally:
-            torch.manual_seed(0)
-
-    def versions():
-        known, own.__version__ = own.__version__, str(rank)
-        try:
-            ff.require_same_ranks()
-        finally:
-            own.__version__ = known
-
-    def hidden(name, width, mesh=mesh):
-        """A feed-forward with dropout whose hidden units are sharded over all of a mesh."""
-        gated = name != "feed_forward"
-        split = [[Shard(dim)] * mesh.ndim for dim in (0, 1)]
-        w = drawn(width * (1 + gated), 8), mesh, split[0]
-        first = dict(w=w, b=None) if gated else dict(w_1=w, b_1=None)
-        w_2 = drawn(8, width), mesh, split[1]
-        return op(name, input=drawn(4, 6, 8), **first, w_2=w_2, b_2=None, dropout_p=P)
-
-    def part_of_a_batch(name, **arguments):
-        def call():
-            with ff.sequences_from(3):
-                getattr(ff, name)(**arguments)
-
-        return call
-
-    x = drawn(4, 4, 8)
-    q = drawn(4, 6, 16, 8)
-    keys = (q, mesh, [Shard(2)])
-    weight = nn.Parameter(torch.ones(8))
-    other = nn.Linear(2, 2 + rank)
-    torch.manual_seed(0)
+    q, x, w = drawn(2, 2, 4, 8), drawn(4, 4, 8), torch.ones(8)
+    heads, rows, of_all = placed(q, Shard(1)), placed(x, Shard(0)), placed(w, Replicate())
+    gated = ff.PositionwiseFeedForward(8, 16, activation="swiglu")
+    parallelize_module(gated, mesh, {"w_1": ColwiseParallel(), "w_2": RowwiseParallel()})
+    labels = placed(torch.zeros(4, 4, dtype=torch.long), Shard(0))
     for message, call in {
-        r"h is 1; expected a multiple of 4": heads(1),
-        r"d_ff is 36; expected a multiple of 64": lambda: ff.parallelize(
-            a_model(d_ff=36, dropout=0.1)[0], mesh
+        r"scaled_dot_product_attention is given a DTensor; expected .* use_local_output=True": (
+            lambda: ff.scaled_dot_product_attention(heads, heads, heads)
         ),
-        r"dimensions dp, tp; expected one, such as mesh\['tp'\]": lambda: ff.parallelize(
-            a_model()[0], square
+        r"rotary_embedding is given a DTensor": lambda: ff.rotary_embedding(
+            heads, heads, torch.ones(4, 8), torch.ones(4, 8)
         ),
-        r"rank 1 has the seed of torch.manual_seed 1, and rank 0 0": differ,
-        r"rank 1 has the model's parameters": lambda: ff.require_same_ranks(other),
-        r"plan names 'nothing'": lambda: ff.parallelize(a_model()[0], mesh, {"nothing": None}),
-        r"query has 6 heads; expected a multiple of the 4": op(
-            "scaled_dot_product_attention", query=(q, mesh, [Shard(1)]), key=q, value=q
+        r"layer_norm: weight is a plain tensor beside DTensors": lambda: ff.layer_norm(rows, 8, w),
+        r"layer_norm: input has placement Shard\(dim=2\).*; expected .* its first 2 dim": lambda: (
+            ff.layer_norm(placed(x, Shard(2)), 8, of_all)
         ),
-        r"key has placement .*shards the queries; expected Replicate": op(
-            "scaled_dot_product_attention", query=keys, key=keys, value=keys
+        r"cross_entropy: reduction is 'mean' beside DTensors; expected 'none'": lambda: (
+            ff.cross_entropy(rows, labels)
         ),
-        r"is a multiple of the 4 devices of dimension 0": op(
-            "layer_norm", input=(drawn(3, 8), mesh, [Shard(1)]), normalized_shape=[8]
-        ),
-        r"weight is a plain parameter, and input is a DTensor": op(
-            "layer_norm", input=(x, mesh, [Shard(0)]), normalized_shape=[8], weight=weight
-        ),
-        r"weight is on the mesh": op(
-            "rms_norm",
-            input=(x, mesh, [Shard(0)]),
-            normalized_shape=[8],
-            weight=(torch.ones(8), square["tp"], [Replicate()]),
-        ),
-        r"attention: 24 queries .* 4 devices; with dropout, expected a multiple of 16": op(
-            "scaled_dot_product_attention",
-            query=(drawn(1, 2, 24, 8), mesh, [Shard(2)]),
-            **dict.fromkeys(("key", "value"), drawn(1, 2, 24, 8)),
-            dropout_p=P,
-        ),
-        r"feed_forward: 96 hidden units .* 4 devices; with dropout": hidden("feed_forward", 96),
-        r"geglu: 96 hidden units .* 4 devices; with dropout, expected a multiple of 16": hidden(
-            "geglu", 96
-        ),
-        r"feed_forward: 48 hidden units .* 2 devices; with dropout": hidden(
-            "feed_forward", 96, square
-        ),
-        r"swiglu: w has 12 rows; expected a multiple of twice the 4": hidden("swiglu", 6),
-        r"d_ff is sharded over several dimensions": hidden("swiglu", 64, square),
-        r"return_argmax is given with DTensors; expected plain tensors": op(
-            "linear_cross_entropy",
-            input=(x, mesh, [Shard(0)]),
-            linear_weight=drawn(5, 8),
-            target=torch.zeros(4, 4, dtype=torch.long),
-            return_argmax=True,
-        ),
-        r"embed: 24 features .* 4 devices; with dropout, expected a multiple of 4": op(
-            "embed",
-            tokens=torch.zeros(2, 3, dtype=torch.long),
-            weight=(drawn(5, 24), mesh, [Shard(1)]),
-            positional=None,
-            dropout_p=P,
-        ),
-        r"dimensions 1, 2 of its input; expected the first and at most one more": op(
-            "dropout_add_rms_norm",
-            **dict.fromkeys(
-                ("input", "residual"), (drawn(2, 2, 4, 8), square, [Shard(1), Shard(2)])
-            ),
-            weight=(torch.ones(8), square, [Replicate(), Replicate()]),
-            dropout_p=P,
-        ),
-        r"rms_norm: shard is RowShard.*; expected None, because DTensors": op(
-            "dropout_add_rms_norm",
-            **dict.fromkeys(("input", "residual"), (x, mesh, [Shard(0)])),
-            weight=torch.ones(8),
-            shard=ff.RowShard(4, 0, 8),
-            dropout_p=P,
-        ),
-        r"attention: shard is Shard.*; expected None, because sequences_from\(3\)": part_of_a_batch(
-            "scaled_dot_product_attention",
-            **dict.fromkeys(("query", "key", "value"), drawn(1, 2, 16, 8)),
-            shard=ff.Shard(1),
-            dropout_p=P,
-        ),
-        r"feed_forward of \[tokens, features\] within sequences_from\(3\)": part_of_a_batch(
-            "feed_forward",
-            input=drawn(4, 8),
-            w_1=drawn(16, 8),
-            b_1=None,
-            w_2=drawn(8, 16),
-            b_2=None,
-            dropout_p=P,
-        ),
-        r"packed_attention within sequences_from\(3\)": part_of_a_batch(
-            "packed_attention",
-            **dict.fromkeys(("query", "key", "value"), drawn(6, 2, 8)),
-            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 6]).int()),
-            **dict.fromkeys(("max_q", "max_k"), 6),
-        ),
-        r"method is 'ring'; expected one of ddp, fsdp": lambda: Parallel("ring", small(1)),
-        r"batch is 5; expected a multiple of the 4 processes": lambda: Parallel(
-            "fsdp", replace(small(1), batch=5)
-        ),
-        r"every is 0; expected 1 or more": lambda: Parallel("ddp", small(1), every=0),
-        r"rank 1 has settings .*'batch': 5.*, and rank 0 .*'batch': 4": lambda: Parallel(
-            "ddp", replace(small(1), batch=4 + rank)
-        ),
-        r"rank 1 has fastformer 1, and rank 0 0": versions,
+        r"activation is 'swiglu' and w_1 is sharded": lambda: gated(x),
     }.items():
         refused(message, call)
-
-
-def dies(folder):
-    """A rank dies in the middle of a run: the others end within the time-out of the group, each
-    with a reason.
-    """
-    way = Parallel("fsdp", small(12), folder / "checkpoints", 4)
-    before, note = way.end_step, folder / "died"
-
-    def end_step(so_far, **when):
-        before(so_far, **when)
-        if len(so_far) == 9 and way.rank == 1:
-            note.write_text(str(time.time()))
-            os._exit(3)
-
-    way.end_step = end_step
-    try:
-        trained(small(12), way)
-    except RuntimeError as error:
-        assert time.time() - float(note.read_text()) < 60
-        assert re.search("Connection closed by peer|Connection reset by peer", str(error)), error
-        raise SystemExit from None  # there is no group any more
-    raise AssertionError("the run went on without rank 1")
-
-
-def count_calls(of, name):
-    """Return a list that grows by one with each call of a method."""
-    calls, method = [], getattr(of, name)
-
-    def counted(*args, **options):
-        calls.append(name)
-        return method(*args, **options)
-
-    setattr(of, name, counted)
-    return calls
-
-
-def resumes(folder):
-    """The run of `dies` goes on from its last checkpoint with the losses of an uninterrupted one:
-    by another way, on another number of processes, and at last on one. Each saves its last step.
-    """
-    way, steps, count = {4: ("tensor", 13, 5), 2: ("context", 17, 4), 1: ("ddp", 18, 1)}[
-        torch.distributed.get_world_size()
-    ]
-    alone = trained(small(steps))
-    own = Parallel(way, small(steps), folder / "checkpoints", 4)
-    ends = count_calls(own, "end_step")
-    run = trained(small(steps), own)
-    assert len(ends) == count + 1, f"{way} trained {len(ends) - 1} steps"  # and one of the run
-    other = replace(small(steps), d_ff=128)
-    refused(
-        "checkpoint .* has d_ff 64; expected 128",
-        lambda: trained(other, Parallel(way, other, folder / "checkpoints")),
-    )
-    agree(run, alone)
-
-
-def damaged_checkpoints(folder):
-    """The run goes on from the newest checkpoint that can be read, and says which cannot.
-    Checkpoints none of which can be read are refused, and one of more steps than the run has. Other
-    folders are left alone.
-    """
-    saved, rank = folder / "damaged", torch.distributed.get_rank()
-
-    def resumed(steps):
-        """Return the run, how many steps it trained, and which checkpoints it passed over."""
-        way = Parallel("fsdp", small(steps), saved, 2)
-        ends = count_calls(way, "end_step")
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            run = trained(small(steps), way)
-        said = " ".join(str(warning.message) for warning in told)
-        assert "existing checkpoint" not in said, said  # a damaged one is replaced without a word
-        return run, len(ends) - 1, re.findall(r"step-(\d+) cannot be read and is passed over", said)
-
-    def change(function, *names):
-        torch.distributed.barrier()
-        if rank == 0:
-            for name in names:
-                function(saved / name)
-        torch.distributed.barrier()
-
-    def cut(file):
-        file.write_bytes(file.read_bytes()[:100])
-
-    alone = trained(small(5))
-    first, count, _ = resumed(5)
-    assert count == 5 and {x.name for x in saved.iterdir()} == {"step-2", "step-4", "step-5"}
-    change(lambda path: shutil.copytree(saved / "step-2", path), "step-old", "step-", "step-06")
-    again, count, _ = resumed(5)
-    assert count == 0 and (again.losses, again.decoded) == (first.losses, first.decoded)
-    for damaged in (["step-5/__1_0.distcp"], ["step-5/.metadata", "step-4/__0_0.distcp"]):
-        change(cut, *damaged)
-        run, count, passed_over = resumed(5)
-        assert count == {1: 1, 2: 3}[len(damaged)], count
-        assert passed_over == (["5", "4"][: len(damaged)] if rank == 0 else [])
-        agree(run, alone)
-    for steps, message in (
-        (3, "checkpoint .*step-5 has 5 steps; expected 3 or fewer"),
-        (5, "no checkpoint in .*damaged can be read; expected one that can"),
-    ):
-        refused(message, lambda steps=steps: resumed(steps))
-        change(cut, *(f"step-{n}/.metadata" for n in (2, 4, 5)))
-
-
-def bytes_sent(folder):
-    """No way sends more than it has to: see bench_parallel, which says what each has to send."""
-    n, settings = torch.distributed.get_world_size(), measured.Settings()
-    device, dtype = torch.device("cpu"), torch.float32
-    for way in measured.WAYS:
-        call = measured.Steps(way, settings, device, dtype)
-        sent, least = measured.sent_by(call), call.least
-        if way == "tensor":  # gathers over gloo what NCCL exchanges
-            stream = settings.batch * settings.length * settings.d_model * dtype.itemsize
-            least += 2 * (n - 1) / n * (1 - 1 / n) * stream
-        assert abs(sent - least) <= 0.01 * least, f"{way} sends {sent}; expected {least}"
-    for method in measured.METHODS:
-        call = measured.Attention(method, settings, 256, device, dtype)
-        sent = measured.sent_by(call)
-        assert abs(sent - call.least) <= 0.01 * call.least, f"{method} sends {sent}; {call.least}"

@@ -70,31 +70,18 @@ def tile_words(rows, columns, batch_head, seed):
     return np.where(j // 8 % 2, word >> np.uint64(16), word & np.uint64(0xFFFF))
 
 
-def tile_factors(shape, batch_head, p, seed, first=(0, 0)):
-    """Of [rows, columns], from the `first` on; its row may be that of each."""
-    if not p:
-        return 1.0
-    (a, b), (rows, columns) = first, map(int, shape)
-    rows = np.arange(rows) + a if np.ndim(a) == 0 else a
-    return kept(tile_words(rows, b + np.arange(columns), batch_head, seed), p)
+def tile_factors(shape, batch_head, p, seed):
+    """Of [rows, columns]."""
+    return kept(tile_words(*map(np.arange, shape), batch_head, seed), p) if p else 1.0
 
 
-def places(rows, shard):
-    """The row of the whole that each row of a shard is, and the first column."""
-    if shard is None:
-        return list(range(rows)), 0
-    row, column, _, run, sequence = (*shard, 0, 0)[:5]
-    return [row + (n // run * sequence + n % run if run else n) for n in range(rows)], column
-
-
-def row_factors(shape, p, seed, shard=None):
+def row_factors(shape, p, seed):
     """Of [rows, features]: the high half of word j mod 4 of counter (j // 4, low word of i, high
     word of i, 1).
     """
     if not p:
         return 1.0
-    rows, column = places(math.prod(shape[:-1]), shard)
-    i, j = np.array(rows, np.int64).reshape(-1, 1), column + np.arange(shape[-1])[None, :]
+    i, j = np.arange(math.prod(shape[:-1]))[:, None], np.arange(shape[-1])[None, :]
     words = philox((j // 4, i & M32, i >> 32, 1), seed)
     chosen = np.broadcast_to(j % 4, words.shape[1:])
     return kept(np.take_along_axis(words, chosen[None], 0)[0] >> np.uint64(16), p).reshape(shape)
@@ -105,13 +92,10 @@ def row_factors(shape, p, seed, shard=None):
 
 def one_head(
     q, k, v, seen, bias, *, scale, causal, window, bottom, keys, slope, softcap, sink, factors,
-    first=(0, 0), queries=None,
 ):  # fmt: skip
-    """(output [Sq, Dv], log-sum-exp [Sq], weights [Sq, Sk]) of one head of one sequence, or of
-    queries and keys in the middle of it, from the `first` on.
-    """
-    i, j = first[0] + np.arange(len(q))[:, None], first[1] + np.arange(len(k))[None, :]
-    shift = keys - (queries or len(q)) if bottom else 0
+    """(output [Sq, Dv], log-sum-exp [Sq], weights [Sq, Sk]) of one head of one sequence."""
+    i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
+    shift = keys - len(q) if bottom else 0
     left, right = (None, None) if window is None else window
     seen = seen & (j < keys) & (bias.real > -2.3586e38)
     if causal:
@@ -137,7 +121,7 @@ def one_head(
 def attention(
     query, key, value, attn_mask=None, bias=None, key_lengths=None, *, alibi_slopes=None,
     is_causal=False, window=None, causal_alignment="top_left", softcap=None, sinks=None,
-    dropout_p=0.0, dropout_seed=0, scale=None, enable_gqa=True, return_lse=True, shard=None,
+    dropout_p=0.0, dropout_seed=0, scale=None, enable_gqa=True, return_lse=True,
 ):  # fmt: skip
     """(output [B, H, Sq, Dv], lse [B, H, Sq], weights [B, H, Sq, Sk])."""
     (batch, heads, rows, dim), (groups, columns) = query.shape, key.shape[1:3]
@@ -146,19 +130,14 @@ def attention(
     bias = np.broadcast_to(0.0 if bias is None else bias, full)
     slopes = np.broadcast_to(0.0 if alibi_slopes is None else alibi_slopes, full[:2])
     sinks = np.full(heads, -np.inf) if sinks is None else sinks
-    first_b, first_h, *first, of_heads, of_rows, of_columns = shard or (0,) * 4 + full[1:]
-    keys = [of_columns] * batch if key_lengths is None else key_lengths
+    keys = [columns] * batch if key_lengths is None else key_lengths
     results = [
         one_head(
             query[b, h], key[b, h * groups // heads], value[b, h * groups // heads],
             seen[b, h], bias[b, h], scale=dim**-0.5 if scale is None else scale, causal=is_causal,
             window=window, bottom=causal_alignment == "bottom_right", keys=int(keys[b]),
             slope=slopes[b, h], softcap=softcap, sink=sinks[h],
-            factors=tile_factors(
-                (rows, columns), (first_b + b) * of_heads + first_h + h, dropout_p, dropout_seed,
-                first,
-            ),
-            first=first, queries=of_rows,
+            factors=tile_factors((rows, columns), b * heads + h, dropout_p, dropout_seed),
         )
         for b in range(batch)
         for h in range(heads)
@@ -231,23 +210,23 @@ def rms_norm(input, weight=None, *, normalized_shape, eps):
     return [x * (1 if weight is None else weight)]
 
 
-def added(x, residual, bias, dropout_p, dropout_seed, shard):
-    factors = row_factors(x.shape, dropout_p, dropout_seed, shard)
+def added(x, residual, bias, dropout_p, dropout_seed):
+    factors = row_factors(x.shape, dropout_p, dropout_seed)
     return residual + factors * (x if bias is None else x + bias)
 
 
 def dropout_add_layer_norm(
     input, residual, weight, bias=None, *, dropout_p=0.0, dropout_seed=0, eps=1e-5, unbiased=False,
-    shard=None, input_bias=None,
+    input_bias=None,
 ):  # fmt: skip
-    total = added(input, residual, input_bias, dropout_p, dropout_seed, shard)
+    total = added(input, residual, input_bias, dropout_p, dropout_seed)
     return [normalized(total, weight, bias, eps, unbiased), total]
 
 
 def dropout_add_rms_norm(
-    input, residual, weight, *, dropout_p=0.0, dropout_seed=0, eps, shard=None, input_bias=None
+    input, residual, weight, *, dropout_p=0.0, dropout_seed=0, eps, input_bias=None
 ):  # fmt: skip
-    total = added(input, residual, input_bias, dropout_p, dropout_seed, shard)
+    total = added(input, residual, input_bias, dropout_p, dropout_seed)
     return [*rms_norm(total, weight, normalized_shape=None, eps=eps), total]
 
 
@@ -274,23 +253,21 @@ def linear(x, w, b):
     return x @ w.T + (0 if b is None else b)
 
 
-def hidden_factors(shape, p, seed, shard):
+def hidden_factors(shape, p, seed):
     flat = math.prod(shape[:-1]), shape[-1]
-    return tile_factors(flat, 0, p, seed, places(flat[0], shard)).reshape(shape) if p else 1.0
+    return tile_factors(flat, 0, p, seed).reshape(shape) if p else 1.0
 
 
-def feed_forward(
-    input, w_1, b_1, w_2, b_2, *, activation, dropout_p=0.0, dropout_seed=0, shard=None
-):
+def feed_forward(input, w_1, b_1, w_2, b_2, *, activation, dropout_p=0.0, dropout_seed=0):
     h = ACTIVATIONS[activation](linear(input, w_1, b_1))
-    return [linear(hidden_factors(h.shape, dropout_p, dropout_seed, shard) * h, w_2, b_2)]
+    return [linear(hidden_factors(h.shape, dropout_p, dropout_seed) * h, w_2, b_2)]
 
 
 def gated(kind):
-    def function(input, w, b, w_2, b_2, *, dropout_p=0.0, dropout_seed=0, shard=None, **form):
+    def function(input, w, b, w_2, b_2, *, dropout_p=0.0, dropout_seed=0, **form):
         z, v = np.split(linear(input, w, b), 2, -1)
         (h,) = gated_activation(z, v, activation=kind, **form)
-        return [linear(hidden_factors(h.shape, dropout_p, dropout_seed, shard) * h, w_2, b_2)]
+        return [linear(hidden_factors(h.shape, dropout_p, dropout_seed) * h, w_2, b_2)]
 
     return function
 
@@ -308,15 +285,13 @@ def gated_activation(gate, value, *, activation="silu", alpha=1.0, limit=None, o
 
 def embed(
     tokens, weight, positional=None, *, scale=None, padding_idx=None, dropout_p=0.0, dropout_seed=0,
-    shard=None,
 ):  # fmt: skip
     if padding_idx is not None:  # its row has a value and no derivative
         weight = np.where(np.arange(len(weight))[:, None] == padding_idx, weight.real, weight)
-    features = weight.shape[1] if shard is None else shard[2] or weight.shape[1]
-    y = (features**0.5 if scale is None else scale) * weight[tokens]
+    y = (weight.shape[1] ** 0.5 if scale is None else scale) * weight[tokens]
     if positional is not None:
         y = y + positional[: tokens.shape[-1]]
-    return [row_factors(y.shape, dropout_p, dropout_seed, shard) * y]
+    return [row_factors(y.shape, dropout_p, dropout_seed) * y]
 
 
 def rotary_embedding(

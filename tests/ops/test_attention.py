@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
 from fastformer import use_backend
-from fastformer.description import Attention, Shard, pack
+from fastformer.description import Attention, pack
 from fastformer.ops import functional
 
 B, H, SQ, SK, D = 2, 2, 65, 127, 40
@@ -609,8 +609,6 @@ def test_plans_are_told_apart(device, monkeypatch):
         {"softcap": 3.0},
         {"dropout_p": 0.5, "dropout_seed": 1},
         {"dropout_p": 0.6, "dropout_seed": 1},
-        {"is_causal": True, "shard": (0, 0, 16, 0, 2, 40, 40)},
-        {"is_causal": True, "shard": (0, 0, 16, 16, 2, 40, 60)},
         {"key_lengths": torch.tensor([9], device=device)},
         {"key_lengths": torch.tensor([9], dtype=torch.int32, device=device)},
         {"alibi_slopes": torch.ones(2, device=device)},
@@ -683,7 +681,6 @@ def test_every_field_of_a_key(monkeypatch):
         (padded, {"key_lengths": at(1, 1, dtype=torch.int32)}, True),
         (padded, {"key_lengths": at(0, 1, dtype=torch.int16)}, True),
         (padded, {"window": (3, 4)}, True),
-        (padded, {"shard": Shard(0, 0, 16)}, True),
         (padded, {"causal_alignment": "bottom_right"}, True),
         (packed, {"dropout_p": 0.6}, True),
         (packed, {"is_causal": True}, True),

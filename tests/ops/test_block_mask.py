@@ -282,7 +282,7 @@ def test_bigbird():
 
 
 def test_bands_become_flags(device, monkeypatch):
-    """A mask that is known to be causal or a window; not beside such flags, nor in a shard."""
+    """A mask that is known to be causal or a window; not beside such flags."""
     from fastformer.dispatch import backends
 
     calls, run = [], backends.run
@@ -497,7 +497,6 @@ PACKED = {
     "from below, dropout": dict(
         is_causal=True, causal_alignment="bottom_right", dropout_p=0.3, dropout_seed=7
     ),
-    "a shard of heads": dict(shard=(0, 2, 0, 0, 6, 0, 0), dropout_p=0.3, dropout_seed=7),
     "window from below": dict(window=(3, None), causal_alignment="bottom_right", softcap=3.0),
     "window": dict(window=(None, 10)),
     "plain": {},
@@ -534,7 +533,6 @@ def test_packed(backend, device, against_oracle, case):
             )
         else:
             own = {n: more[n] for n in ("dropout_p", "dropout_seed", "softcap") if n in more}
-            own |= dict(shard=(0, 2, 0, 0, 6, 200, 200)) if "shard" in more else {}
             heads = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
             out, lse = ff.scaled_dot_product_attention(
                 *heads, mask.dense() & seen, enable_gqa=True, return_lse=True, **given, **own

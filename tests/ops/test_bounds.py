@@ -323,20 +323,6 @@ COMPOSED = {  # (mask, options); a bias and sinks have a gradient
         ),
     ),
     "a bias of keys as mask": (None, dict(bias=biased(padded(MASKS["all"][:1], 70, 37)))),
-    "shard": (
-        padded(MASKS["causal"], 70, 33),
-        dict(
-            shard=ff.Shard(1, 2, 32, 16, 8, 100, 96),
-            window=(40, None),
-            key_lengths=torch.tensor([96, 60]),
-            is_causal=True,
-            **DROPOUT,
-        ),
-    ),
-    "shard, bottom right": (
-        MASKS["one hole"],
-        dict(shard=ff.Shard(0, 0, 16, 48, 4, 120, 118), is_causal=True, **BOTTOM),
-    ),
 }
 
 

@@ -406,14 +406,6 @@ def test_gradients_of_a_mean_over_many_rows_do_not_underflow_in_float16():
     assert (have - want).norm() < 0.02 * want.norm()
 
 
-def test_weights_in_a_shard_of_the_batch():
-    """The rows are independent: the mean is that of the weights here, as it is of the rows."""
-    x, target, weight = torch.randn(8, 6), targets(8, classes=6), torch.rand(6)
-    want = ff.cross_entropy(x, target, weight=weight)
-    with ff.sequences_from(3):
-        assert torch.equal(ff.cross_entropy(x, target, weight=weight), want)
-
-
 def test_every_weight_zero_is_nan_for_the_mean_as_in_torch():
     x, target = torch.randn(4, 6), targets(4, classes=6)
     for smoothing in ("uniform", "kl"):

@@ -13,7 +13,7 @@ import fastformer as ff
 from fastformer import checks, use_backend
 from fastformer.dispatch.operation import OPERATIONS
 from fastformer.ops import dropout
-from fastformer.ops.dropout import dropped_hidden, dropped_rows
+from fastformer.ops.dropout import dropped_rows
 
 try:
     import triton
@@ -213,7 +213,7 @@ def test_a_dropped_element_is_zero_whatever_it_was(backend, device):
     for activation in ("relu", "gelu"):
         options = dict(activation=activation, dropout_p=0.5, dropout_seed=1)
         out = ff.feed_forward(one.expand(64, 1), one, one[0] * torch.nan, one, None, **options)
-        assert torch.equal((out == 0).cpu(), dropped_hidden(torch.tensor([1]), 64, 1, 0.5))
+        assert torch.equal((out == 0).cpu(), dropout.dropped(torch.tensor([1]), 1, 64, 1, 0.5)[0])
 
 
 def test_padding_does_not_change_the_mask(backend, device):
@@ -316,7 +316,6 @@ CALLS_WITH_DROPOUT = {
             softcap=[3.0],
             sinks=[torch.tensor([0.5, -1.0])],
             return_lse=[True],
-            shard=[ff.Shard(0, 0, 16, 0, 0, 21, 0)],
         ),
     ),
     ff.packed_attention: (
@@ -333,7 +332,6 @@ CALLS_WITH_DROPOUT = {
             softcap=[3.0],
             sinks=[torch.tensor([0.5, -1.0])],
             return_lse=[True],
-            shard=[ff.Shard(1, 0, 0, 0, 2)],
         ),
     ),
     ff.dropout_add_layer_norm: (
@@ -343,22 +341,21 @@ CALLS_WITH_DROPOUT = {
             eps=[1e-3],
             unbiased=[True],
             input_bias=[X[0, 0, 0]],
-            shard=[ff.RowShard(4)],
         ),
     ),
     ff.dropout_add_rms_norm: (
         SUM,
-        dict(eps=[1e-3], input_bias=[X[0, 0, 0]], shard=[ff.RowShard(4)]),
+        dict(eps=[1e-3], input_bias=[X[0, 0, 0]]),
     ),
     ff.feed_forward: (
         dict(input=X, w_1=X[0, 0], b_1=None, w_2=X[0, 0].T, b_2=None),
-        dict(b_1=[X[0, 0, 0, :5]], b_2=[X[0, 0, 0]], activation=["gelu"], shard=[ff.RowShard(16)]),
+        dict(b_1=[X[0, 0, 0, :5]], b_2=[X[0, 0, 0]], activation=["gelu"]),
     ),
-    ff.geglu: (GATED, dict(shard=[ff.RowShard(16)])),
-    ff.swiglu: (GATED, dict(alpha=[1.5], limit=[2.0], offset=[1.0], shard=[ff.RowShard(16)])),
+    ff.geglu: (GATED, {}),
+    ff.swiglu: (GATED, dict(alpha=[1.5], limit=[2.0], offset=[1.0])),
     ff.embed: (
         dict(tokens=torch.arange(4).view(2, 2), weight=X[0, 0], positional=None),
-        dict(positional=[X[0, 0, :2]], padding_idx=[1], scale=[1.0], shard=[ff.RowShard(16)]),
+        dict(positional=[X[0, 0, :2]], padding_idx=[1], scale=[1.0]),
     ),
 }
 
@@ -491,23 +488,17 @@ def ops_with_dropout(seed=None):
 
 
 def test_without_a_seed_torch_draws_on_a_cpu(monkeypatch):
-    """And where a seed, a backend or a shard asks for the masks of the kernels, they are drawn."""
+    """Where a seed, a backend or a block mask asks for the masks of the kernels, they are drawn."""
     run, n = (lambda seed=None: list(ops_with_dropout(seed))), 16
     with use_backend("auto"):
         assert masks_drawn(monkeypatch, run) == 0
         assert masks_drawn(monkeypatch, lambda: run(7)) == n
         with use_backend("reference"):
             assert masks_drawn(monkeypatch, run) == n
-        given = dict(dropout_p=0.5, shard=ff.Shard(0, 0, 16, 0, 0, 32, 0))
         q = torch.randn(1, 2, 16, 8)
-        attend = lambda **more: ff.scaled_dot_product_attention(q, q, q, **given, **more)  # noqa: E731
-        assert masks_drawn(monkeypatch, attend) == 1
         blocks = ff.block_mask(torch.ones(16, 16, dtype=torch.bool))
         blocked = lambda: ff.scaled_dot_product_attention(q, q, q, blocks, 0.5)  # noqa: E731
         assert masks_drawn(monkeypatch, blocked) == 1
-        with ff.sequences_from(0):
-            norm = lambda: ff.dropout_add_rms_norm(q, q, q[0, 0, 0], 0.5)  # noqa: E731
-            assert masks_drawn(monkeypatch, norm) == 1
 
 
 @pytest.mark.parametrize("op", CALLS_WITH_DROPOUT, ids=lambda op: op.__name__)
@@ -519,17 +510,14 @@ def test_explain_says_where_the_mask_is_from(op, monkeypatch):
     }
     with use_backend("auto"):
         for call in calls_with_dropout(op):
-            asked = call.get("shard") or isinstance(call.get("attn_mask"), ff.BlockMask)
-            for dropout_seed, by_seed in ((None, bool(asked)), (7, True)):
+            asked = isinstance(call.get("attn_mask"), ff.BlockMask)
+            for dropout_seed, by_seed in ((None, asked), (7, True)):
                 given = call | dict(dropout_p=0.3, dropout_seed=dropout_seed)
                 said = ff.explain(op.__name__, **given).reason
                 assert told[by_seed] in said and "dropout" not in said.replace(told[by_seed], "")
                 assert (masks_drawn(monkeypatch, lambda x=given: op(**x)) > 0) == by_seed
         usual = CALLS_WITH_DROPOUT[op][0]
         assert "dropout" not in ff.explain(op.__name__, **usual).reason
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        assert told[1] in ff.explain(op.__name__, **usual, dropout_p=0.3).reason
-    monkeypatch.undo()
     for backend in ("reference", "triton"):
         with use_backend(backend):
             assert told[1] in ff.explain(op.__name__, **usual, dropout_p=0.3).reason

@@ -153,18 +153,6 @@ CALLS = {
         dict(sk=448),
         dict(bias=torch.zeros(2, 1, 1, 448).masked_fill(~HOLES, -torch.inf)),
     ),
-    "a shard, dropout, causal": (
-        dict(sq=100),
-        dict(shard=ff.Shard(1, 2, 160, 64, 4, 400, 300), is_causal=True, **DROPOUT),
-    ),
-    "a shard, bottom-right, lengths": (
-        dict(),
-        dict(
-            shard=ff.Shard(query=160, key=64, queries=400, keys=300),
-            key_lengths=LENGTHS + 200,
-            **WINDOW,
-        ),
-    ),
     "block mask": (dict(sq=300, sk=500, d=32, dv=32), dict(attn_mask=BLOCKS)),
     "block mask of all heads, dropout": (
         dict(sq=300, sk=500, b=1, h=4, g=2),
@@ -186,12 +174,6 @@ CALLS = {
     "block mask, window, lengths, dropout": (
         dict(sq=300, sk=500),
         dict(attn_mask=BLOCKS, window=(190, 130), key_lengths=LENGTHS + 400, **DROPOUT),
-    ),
-    "block mask, a shard": (
-        dict(sq=300, sk=500),
-        dict(
-            attn_mask=BLOCKS, shard=ff.Shard(1, 2, 160, 64, 4, 700, 700), is_causal=True, **DROPOUT
-        ),
     ),
     "block mask, key bias, sinks, dropout": (
         dict(sq=300, sk=500, b=1),

@@ -29,7 +29,7 @@ import fastformer as ff
 from benchmarks.proof import gluon_simulator
 from benchmarks.proof.gluon_simulator import Fault
 from fastformer import use_backend
-from fastformer.description import Attention, Shard, pack
+from fastformer.description import Attention, pack
 from fastformer.ops import functional
 
 if plan.HOPPER_BACKWARD == {} or not common.INTERPRETED:
@@ -93,16 +93,6 @@ CALLS = {
     "dropout, mask, causal, lengths": (
         dict(g=2),
         dict(attn_mask=MASK, is_causal=True, key_lengths=LENGTHS + 100, **DROPOUT),
-    ),
-    "shard": (
-        dict(sq=70, sk=100),
-        dict(
-            shard=Shard(1, 2, 64, 128, 8, 256, 400),
-            is_causal=True,
-            causal_alignment="bottom_right",
-            key_lengths=torch.tensor([330, 380]),
-            **DROPOUT,
-        ),
     ),
     "2-D mask": (dict(sk=208), dict(attn_mask=FULL)),
     "2-D mask of heads, causal, lengths": (
@@ -446,7 +436,6 @@ SHOWN = {
     "mask of one key": (dict(sq=70, sk=128, b=1), dict(attn_mask=ONE_HIDDEN)),
     "lengths": (dict(), dict(key_lengths=LENGTHS)),
     "dropout": (dict(sq=70, sk=70, b=1), dict(is_causal=True, **DROPOUT)),
-    "shard": (dict(sq=70, sk=100), CALLS["shard"][1]),
     "window": (
         dict(sq=200, sk=330, b=1),
         dict(

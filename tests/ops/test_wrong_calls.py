@@ -78,7 +78,6 @@ def gated():
 OPS = {
     "scaled_dot_product_attention": lambda: dict(
         **heads(), value=floats(B, H, S, D), **scores(), **DROPOUT, return_lse=True,
-        shard=(1, 1, 16, 32, 2 * H, 2 * 16, 3 * 16),
     ),
     "packed_attention": lambda: dict(
         query=floats(B * T, H, D), key=floats(B * S, H, D), value=floats(B * S, H, D),
@@ -88,7 +87,7 @@ OPS = {
         window=(2, 2), bias=floats(B * S), alibi_slopes=torch.ones(B, H), softcap=20.0,
         sinks=floats(H),
         attn_mask=ff.block_mask(torch.ones(B * T, B * S) > 0), return_lse=True,
-        **DROPOUT, shard=(1, 1, 0, 0, 2 * H, 0, 0),
+        **DROPOUT,
     ),
     "paged_attention": lambda: dict(
         query=floats(B, H, T, D), key_pages=floats(P, PAGE, H, D),
@@ -103,24 +102,24 @@ OPS = {
     "rms_norm": lambda: norm(False),
     "dropout_add_layer_norm": lambda: dict(
         input=floats(B, D), residual=floats(B, D), weight=floats(D), bias=floats(D), eps=1e-5,
-        unbiased=True, **DROPOUT, shard=(2, 0, D, 1, 3), input_bias=floats(D),
+        unbiased=True, **DROPOUT, input_bias=floats(D),
     ),
     "dropout_add_rms_norm": lambda: dict(
         input=floats(B, D), residual=floats(B, D), weight=floats(D), eps=1e-5, **DROPOUT,
-        shard=(2, 0, D, 1, 3), input_bias=floats(D),
+        input_bias=floats(D),
     ),
     "feed_forward": lambda: dict(
         input=floats(B, D), w_1=floats(F, D), b_1=floats(F), w_2=floats(D, F), b_2=floats(D),
-        activation="relu", **DROPOUT, shard=(32, 16, 2 * 16),
+        activation="relu", **DROPOUT,
     ),
-    "geglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT, shard=(32, 16, 2 * 16)),
-    "swiglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT, shard=(32, 16, 2 * 16), **FORM),
+    "geglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT),
+    "swiglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT, **FORM),
     "gated_activation": lambda: dict(
         gate=floats(B, F), value=floats(B, F), activation="silu", **FORM,
     ),
     "embed": lambda: dict(
         tokens=ids(B, S), weight=floats(V, D), positional=floats(S, D), scale=2.0, padding_idx=0,
-        **DROPOUT, shard=(10, 4, 2 * D),
+        **DROPOUT,
     ),
     "rotary_embedding": lambda: dict(
         query=floats(B, H, T, D), key=floats(B, H, T, D), cos=floats(T, D), sin=floats(T, D),
@@ -345,7 +344,6 @@ CALLS = {
     "pad": lambda: (ff.pad, lambda: dict(x=ids(8, 2), packing=packing(), value=7)),
     "Packing": lambda: (ff.Packing, lambda: dict(vars(packing()))),
     "use_backend": lambda: (use_backend, lambda: dict(name="reference")),
-    "sequences_from": lambda: (ff.sequences_from, lambda: dict(first=3)),
     "accelerate": lambda: (ff.accelerate, lambda: dict(
         model=nn.LayerNorm(D), drop_padding=True, need_weights=True, skip_logits=True)),
     "decode_step": lambda: (torch.no_grad()(ff.decode_step), lambda: dict(
@@ -372,9 +370,6 @@ SEARCHES = "greedy_decode", "sample", "stream_tokens", "beam_search"
 # Public names without arguments that could be wrong, by reason.
 LEFT_OUT = {
     "a result": ["BlockMask", "Explanation", "Fitted", "Hypotheses", "Report", "Tuning"],
-    "checked where a call takes it": ["RowShard", "Shard"],
-    "several processes check it, in test_parallel.py": ["parallelize", "require_same_ranks"],
-    "several processes check it, in test_context_parallel.py": ["context_parallel"],
     "its own tests are in test_fit.py": ["fit"],
     "every name is a folder; its own tests are in test_saving.py": ["save_model"],
     "no argument": [
@@ -489,7 +484,6 @@ LEGITIMATE = {
     "an empty path is the working directory": ["Checkpoints.folder empty"],
     "a term that is left out": ["embed.positional None"],
     "a batch of a language model": ["Batch.src None"],
-    "a batch that is no part of another": ["sequences_from.first None"],
     "no norm follows the last layer": ["Encoder.norm None", "Decoder.norm None"],
     "nothing is masked": ["*coder*.*mask None", *[f"{of}.src_mask None" for of in SEARCHES]],
     "what is not zero takes part": [f"{of}mask {kind}" for kind in ("negative", "too large")

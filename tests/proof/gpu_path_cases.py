@@ -200,10 +200,6 @@ case(SDPA, "attention, window and slopes", qkv(2, 2, S, 64, sk=90), window=(20, 
      fixed=lambda: {"alibi_slopes": torch.tensor([0.5, 0.25])})  # fmt: skip
 case(SDPA, "attention, softcap, grouped", qkv(2, 4, S, 64, g=2), ("dense", "swapped"),
      softcap=20.0, is_causal=True, enable_gqa=True)  # fmt: skip
-case(SDPA, "attention, shard",
-     qkv(2, 2, S, 64, key_lengths=lambda: torch.tensor([3 * S, 100])), ("dense", "swapped"),
-     is_causal=True, causal_alignment="bottom_right", shard=(2, 4, 64, 48, 8, 4 * S, 3 * S),
-     sampled=True, **DROPOUT)  # fmt: skip
 case(SDPA, "attention, one query",
      qkv(2, 2, 1, 64, sk=S, **LENGTHS), ("dense", "swapped"))  # fmt: skip
 case(SDPA, "attention, few queries",
@@ -331,9 +327,6 @@ for m, n, dtype in ((30, 80, BF16), (300, 77, FP16), (9, 1000, FP32), (9, 9000, 
     case("dropout_add_rms_norm", f"dropout_add_rms_norm, {n}",
          rows(m, n, dtype, "input", "weight", "residual"), DENSE, call=both_rms,
          sampled=n == 80, **DROPOUT)  # fmt: skip
-case("dropout_add_layer_norm", "dropout_add_layer_norm, shard",
-     rows(6, 64, BF16, *AFFINE, "residual"), call=both, shard=(9, 0, 64, 3, 8),
-     **DROPOUT)  # fmt: skip
 case("layer_norm", "layer_norm, no weight", lambda: {"input": normal(2, 3, 64)},
      ("dense", "strided"), normalized_shape=64, unbiased=True)  # fmt: skip
 case("layer_norm", "layer_norm, one row", rows(1, 64, BF16, *AFFINE), normalized_shape=64)
@@ -350,8 +343,6 @@ for activation in ("relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu2"):
     case("feed_forward", f"feed_forward, {activation}", hidden(),
          ("dense", "shifted") if activation == "gelu" else ("dense", "padded", "strided"),
          activation=activation, sampled=activation == "gelu", **DROPOUT)  # fmt: skip
-case("feed_forward", "feed_forward, shard", hidden(), activation="gelu", shard=(32, 0, 0),
-     **DROPOUT)  # fmt: skip
 
 
 def gate(op: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -17,7 +17,6 @@ from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.checks import shape_of, wrong_shape
 from fastformer.description import MAX_HEAD_DIM
-from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import (
     Accelerated,
     ops_of,
@@ -232,33 +231,20 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         If in_proj_weight holds all weights, key and value share one GEMM if they are the same
         tensor, and query shares it too if it is that tensor.
         """
-        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
-        if backends.is_dtensor(weight):
-            found = self._projected_by_heads((query, key, value))
-        else:
-            groups = [(query, 1), (key, 1), (value, 1)]
-            if key is value and self.in_proj_weight is not None:
-                groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
-            weights, biases = self._projections([n for _, n in groups])
-            found = [
-                F.linear(x, w, b).unflatten(-1, (n * self.num_heads, self.head_dim))
-                for (x, n), w, b in zip(groups, weights, biases)
-            ]
+        groups = [(query, 1), (key, 1), (value, 1)]
+        if key is value and self.in_proj_weight is not None:
+            groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
+        weights, biases = self._projections([n for _, n in groups])
+        found = [
+            F.linear(x, w, b).unflatten(-1, (n * self.num_heads, self.head_dim))
+            for (x, n), w, b in zip(groups, weights, biases)
+        ]
         if packed:
             return Projected(found, self.num_heads, (0, 1, 2))
         if query.dim() == 2:
             return Projected([x.unsqueeze(0) for x in found], self.num_heads, (0, 2, 1, 3))
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
         return Projected(found, self.num_heads, order)
-
-    def _projected_by_heads(self, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-        """Project as `_projected` does, with weights that `parallelize` has sharded by heads."""
-        from fastformer.dispatch.sharding import projections
-
-        weights: list[Any] = [self.in_proj_weight]
-        if self.in_proj_weight is None:
-            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        return projections.projected(inputs, weights, self.in_proj_bias, self.head_dim)
 
     def _projections(
         self, counts: Sequence[int] = (1, 1, 1)

@@ -205,8 +205,6 @@ def unsupported_tensor(*tensors: Tensor | BlockMask | None) -> str | None:
         if type(x) in _PLAIN and not transformed and not x.is_nested:
             continue
         if type(x) not in _PLAIN and not (tracing or isinstance(x, FakeTensor)):
-            if backends.is_dtensor(x):  # from `parallelize`
-                continue
             return f"an input or a parameter is a {type(x).__name__}"
         if x.is_nested:
             return "an input is a nested tensor"

@@ -97,7 +97,7 @@ class RotationOfOne(Rotation):
     def __call__(  # type: ignore[override]
         self, x: Tensor, cos: Tensor, sin: Tensor, *args: Any, **named: Any
     ) -> Tensor:
-        how = None if backends.is_dtensor(x) else self._how(x, x, cos, sin, args, named)
+        how = self._how(x, x, cos, sin, args, named)
         if how is None:
             return self.function(x, cos, sin, *args, **named)
         no_heads = x.narrow(2 if how[0] == "rows" else 1, 0, 0)

@@ -20,7 +20,6 @@ from fastformer.checks import (
     require_tensor,
     wrong_shape,
 )
-from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
     Accelerated,
@@ -156,7 +155,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         appends = attention_of(first, "self_attn")._appends_keys()
         seeds = _seeds or Seeds(self._sites)
         if hidden is not None and (mask is None or seen.is_causal) and not appends:
-            packing = None if backends.is_dtensor(src) else _packing_worth_it(hidden)
+            packing = _packing_worth_it(hidden)
             if packing is not None:
                 return self._forward_packed(src, packing, seen.is_causal, seeds)
         stream = ResidualStream(src, seeds)

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import (
     AnySignature,
     Recognized,
@@ -295,9 +294,7 @@ class FusedModelWithLoss(AnySignature):
                 "model that does not, for accelerate(model, skip_logits=True)"
             )
         reason = unsupported_tensor(logits, labels, shift_labels)
-        if backends.is_dtensor(logits):
-            reason = "its logits are a DTensor"
-        elif logits.shape[-1] != vocab_size:
+        if logits.shape[-1] != vocab_size:
             reason = f"vocab_size is {vocab_size}, and there are {logits.shape[-1]} logits"
         if reason is not None:
             record_fallback(self, type(self).__name__, reason)
@@ -372,8 +369,6 @@ def output_layer(model: nn.Module) -> nn.Linear | str:
         return f"its output layer is {type(head).__name__}, not Linear"
     if not is_unmodified(head):
         return "its output layer has hooks"
-    if backends.is_dtensor(head.weight):
-        return "the weight of its output layer is a DTensor"
     return unsupported_tensor(head.weight, head.bias) or head
 
 

@@ -16,13 +16,10 @@ from fastformer.checks import (
     require_int,
     require_integers,
     require_number,
-    require_size,
     require_tensor,
     shape_of,
     wrong_shape,
 )
-from fastformer.description import Shard
-from fastformer.dispatch import backends
 from fastformer.eager import may_read
 from fastformer.mask_tiles import BlockMask
 
@@ -124,14 +121,6 @@ def require_table(table: Tensor, key_lengths: Tensor, keys: Tensor) -> None:
             )
 
 
-def refuse_context(name: str) -> None:
-    if backends.sequences_are_sharded():
-        raise ValueError(
-            f"{name} within context_parallel; expected scaled_dot_product_attention, or {name} "
-            "outside of the context"
-        )
-
-
 def mask_and_bias(
     attn_mask: Tensor | BlockMask | None,
     bias: Tensor | None,
@@ -174,11 +163,6 @@ def mask_and_bias(
 
 def checked_blocks(mask: BlockMask, query: Tensor, scores: Scores) -> Blocks:
     """Return the tensors of a block mask of the scores."""
-    if backends.sequences_are_sharded():
-        raise ValueError(
-            "attn_mask is a BlockMask within context_parallel; expected a tensor, which has the "
-            "rows of this process"
-        )
     if mask.device != query.device:
         raise ValueError(
             f"attn_mask is a BlockMask on {mask.device}; expected the device of query, "
@@ -370,42 +354,3 @@ def checked_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     if sinks.dtype not in (torch.float32, query.dtype):  # under autocast
         sinks = sinks.to(query.dtype)
     return sinks.contiguous()
-
-
-def checked_shard(shard: Sequence[int], scores: Scores, p: float) -> Shard | None:
-    """Return the shard with its global sizes filled in. Return None if the shard is the full call,
-    or if only batch and head differ and dropout is off; but never within `context_parallel`.
-    """
-    if not isinstance(shard, (tuple, list)) or len(shard) != len(Shard._fields):
-        fields = ", ".join(Shard._fields)
-        raise TypeError(f"shard is {shard!r}; expected Shard({fields}), which has ints")
-    named = zip(Shard._fields, shard)
-    given = Shard(*require_size(0, **{f"shard.{name}": n for name, n in named}))
-    _, *here = scores
-    firsts, sizes = given[1:4], tuple(n or own for n, own in zip(given[4:], here))
-    for name, first, own, full in zip(Shard._fields[4:], firsts, here, sizes):
-        if first + own > full:
-            raise ValueError(
-                f"shard has {name} {first} .. {first + own - 1}; "
-                f"expected its {own} {name} within the global {full}"
-            )
-    if p == 0:
-        given, sizes = given._replace(batch=0, head=0), (here[0], *sizes[1:])
-    elif given.query % 16 or given.key % 16:
-        raise ValueError(
-            f"shard begins at query {given.query} and key {given.key}; "
-            "with dropout, expected multiples of 16"
-        )
-    is_full = given[:4] == (0,) * 4 and sizes == tuple(here)
-    if is_full and not backends.sequences_are_sharded():
-        return None
-    return Shard(*given[:4], *sizes)
-
-
-def checked_packed_shard(shard: Sequence[int], heads: int, p: float) -> Shard | None:
-    if isinstance(shard, (tuple, list)) and any((*shard[2:4], *shard[5:])):
-        raise ValueError(
-            f"shard is {tuple(shard)}; expected query, key, queries and keys of 0, because the "
-            "sequences of a packed batch are complete"
-        )
-    return checked_shard(shard, (0, heads, 0, 0), p)

@@ -192,7 +192,7 @@ def by_torch(
     mask, bias = attention.attn_mask, attention.bias
     if mask is not None:
         return _masked_attention(query, key, value, mask, scale, p)
-    if attention.key_lengths is not None and attention.shard is None:
+    if attention.key_lengths is not None:
         lengths = attention.key_lengths.view(-1, 1, 1, 1)
         mask = torch.arange(key.shape[2], device=key.device) < lengths
         return _masked_attention(query, key, value, mask, scale, p)

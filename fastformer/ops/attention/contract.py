@@ -36,14 +36,11 @@ from fastformer.ops.attention.arguments import (
     as_flags,
     checked_blocks,
     checked_key_bias,
-    checked_packed_shard,
-    checked_shard,
     checked_sinks,
     checked_slopes,
     checked_window,
     default_scale,
     mask_and_bias,
-    refuse_context,
     require_attention,
     require_index,
     require_lengths,
@@ -73,7 +70,6 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
-    shard: Sequence[int] | None = None,
     **unknown: NoReturn,
 ) -> Any:
     """Compute softmax(scale query key^T + bias, over the keys that the query may see) value.
@@ -90,8 +86,7 @@ def scaled_dot_product_attention(
             [.., Sq, Sk] of these); True keeps the key. It is read through its strides, never
             expanded. Large calls skip blocks of keys before the first and past the last key that it
             keeps. None keeps all keys. A floating mask is a `bias`, as in torch. Or a `BlockMask`
-            of the shape of the scores, where B and H may be 1; it is not taken within
-            `context_parallel`, nor with DTensors that are sharded over the queries.
+            of the shape of the scores, where B and H may be 1.
         dropout_p: probability in [0, 1] that a weight is dropped, rounded to a multiple of 2^-16;
             the others are scaled by 1/(1 - dropout_p). Dropout is always on: pass 0 in evaluation.
         is_causal: query i sees keys j <= i + shift.
@@ -119,15 +114,6 @@ def scaled_dot_product_attention(
             draws a seed from torch's generator; on a CPU, under the backend "auto", this generator
             draws the mask itself.
         return_lse: also returns log sum_j exp(score_ij), the sink included.
-        shard: the offsets of this call within a larger, sharded call: `Shard(batch, head, query,
-            key, heads, queries, keys)`, the global index of its first sequence, head, query and
-            key, and the global H, Sq and Sk, 0 for those of this call. Causality, window,
-            alignment, ALiBi and dropout are then computed from global indices, and `key_lengths`
-            holds global lengths; all other tensors are local shards. With dropout, query and key
-            are multiples of 16. If the keys are sharded, pass the sinks to one shard only, and
-            merge the outputs of the shards by their lse. The rounding of lse, up to 2^-24 |lse| in
-            float32, is then the relative error of the weights of the merge: 6% for |lse| = 1e6.
-            `context_parallel` has no such error.
 
     Mask, bias, causality, window and lengths combine: a query sees a key if all of them allow it.
     Examples with four queries (down) and six keys (across), x where the query sees the key:
@@ -158,7 +144,7 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: shapes that do not fit, dropout_p outside [0, 1], a length outside [0, Sk], a
             negative side of the window, an unknown alignment, a softcap that is not positive, a
-            floating attn_mask with a bias, a shard that exceeds its global sizes, tensors on
+            floating attn_mask with a bias, tensors on
             several devices.
         TypeError: dtypes that differ or are not floating, a mask of integers, an unknown keyword.
         RuntimeError: alibi_slopes that require a gradient, outside of torch.no_grad().
@@ -175,7 +161,7 @@ def scaled_dot_product_attention(
         padding = "attn_mask=~key_padding_mask[:, None, None], True where a key takes part"
         refuse_keywords(unknown, key_padding_mask=padding, mask="attn_mask")
     if (
-        scale is bias is window is alibi_slopes is softcap is sinks is shard is dropout_seed is None
+        scale is bias is window is alibi_slopes is softcap is sinks is dropout_seed is None
         and (type(dropout_p) is float and 0.0 <= dropout_p <= 1.0)
         and (is_causal is False or (is_causal is True and causal_alignment == "top_left"))
         and return_lse is False
@@ -195,20 +181,17 @@ def scaled_dot_product_attention(
         lead, query, key, value = _folded(query, key, value)
     enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale, scores = require_attention(query, key, value, scale, enable_gqa)
-    if shard is None and backends.sequences_are_sharded():
-        scores = (*scores[:3], backends.full_length(scores[3]))  # with the global Sk
     blocks = NO_BLOCKS
-    if isinstance(attn_mask, BlockMask) and shard is None and causal_alignment == "top_left":
+    if isinstance(attn_mask, BlockMask) and causal_alignment == "top_left":
         band = attn_mask, is_causal, window
         attn_mask, is_causal, window = as_flags(*band, query, scores)
     if attn_mask is not None or bias is not None:
         attn_mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores, lead)
     p = require_dropout("dropout_p", dropout_p)
-    shard = None if shard is None else checked_shard(shard, scores, p)
     if key_lengths is not None:
-        require_lengths(key_lengths, query, scores[3] if shard is None else shard.keys)
+        require_lengths(key_lengths, query, scores[3])
         key_lengths = key_lengths.contiguous()
-    seed = backends.seed_for(dropout_seed, p, query.device, shard or blocks[0])
+    seed = backends.seed_for(dropout_seed, p, query.device, blocks[0])
     attention = Attention(
         attn_mask,
         p,
@@ -222,7 +205,6 @@ def scaled_dot_product_attention(
         None if softcap is None else checked_softcap(softcap),
         None if sinks is None else checked_sinks(sinks, query),
         seed,
-        shard,
         *blocks,
     )
     return_lse = require_flag("return_lse", return_lse)
@@ -252,7 +234,6 @@ def packed_attention(
     sinks: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
-    shard: Sequence[int] | None = None,
 ) -> Any:
     """Compute `scaled_dot_product_attention` of each sequence of a batch without padding.
 
@@ -284,8 +265,6 @@ def packed_attention(
             with attn_mask, that of one sequence which holds all tokens.
         return_lse: also returns the log-sum-exp of each query, as in
             `scaled_dot_product_attention`.
-        shard: as in `scaled_dot_product_attention`, but each sequence is complete: only batch, head
-            and heads are given, the others are 0.
 
     Returns:
         [Tq, H, Dv] in the dtype of the query; zeros for a query that sees no key. With `return_lse`
@@ -293,8 +272,8 @@ def packed_attention(
 
     Raises:
         ValueError: shapes that do not fit; offsets that do not begin at 0, that decrease, or that
-            end past the number of tokens; a sequence longer than max_q or max_k; a shard of queries
-            or keys; a bias of another shape than [Tk].
+            end past the number of tokens; a sequence longer than max_q or max_k; a bias of
+            another shape than [Tk].
         TypeError: dtypes that differ or are not floating, offsets that are not int32.
 
     Source: Dao 2023, "FlashAttention-2"; the packing: Krell et al. 2021, "Efficient Sequence
@@ -321,8 +300,6 @@ def packed_attention(
         require_instance("attn_mask", attn_mask, BlockMask, "a BlockMask (fastformer.block_mask)")
         blocks = checked_blocks(attn_mask, query, scores)
     p = require_dropout("dropout_p", dropout_p)
-    if shard is None:
-        refuse_context("packed_attention")
     sequences = cu_seqlens_q.shape[0] - 1
     attention = Attention(
         None,
@@ -335,8 +312,7 @@ def packed_attention(
         alibi_slopes=checked_slopes(alibi_slopes, q, sequences),
         softcap=checked_softcap(softcap),
         sinks=checked_sinks(sinks, q),
-        dropout_seed=backends.seed_for(dropout_seed, p, query.device, shard or attn_mask),
-        shard=None if shard is None else checked_packed_shard(shard, query.shape[1], p),
+        dropout_seed=backends.seed_for(dropout_seed, p, query.device, attn_mask),
         mask_spans=blocks[0],
         mask_lists=blocks[1],
         mask_bits=blocks[2],
@@ -414,7 +390,6 @@ def paged_attention(
     band = is_causal, window, causal_alignment
     others = attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks
     attention = _described(query, scores, scale, band, *others)
-    refuse_context("paged_attention")
     given = dict(query=query, key_pages=key_pages, value_pages=value_pages)
     refuse_gradients("paged_attention", **given, bias=attention.bias, sinks=attention.sinks)
     return backends.run(
@@ -469,7 +444,6 @@ def attention_weights(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
     """
-    refuse_context("attention_weights")
     query, key = autocast(query, key)
     require_floating(query=query, key=key)
     _require_heads(query=query, key=key)

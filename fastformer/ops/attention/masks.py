@@ -40,8 +40,7 @@ def visible_keys(
     if key_lengths is not None or left >= 0 or right >= 0:
         j = torch.arange(k_length, device=key.device)
     if key_lengths is not None:
-        first = 0 if attention.shard is None else attention.shard.key
-        visible = keys = j < key_lengths.view(-1, 1, 1, 1) - first
+        visible = keys = j < key_lengths.view(-1, 1, 1, 1)
     for mask in (attention.attn_mask, None if bias is None else left_by(bias)):
         if mask is None:
             continue
@@ -109,18 +108,13 @@ def left_by(bias: Tensor) -> Tensor | None:
 
 def diagonal_shift(query: Tensor, key: Tensor, attention: Attention) -> int | Tensor:
     """Return the shift of the diagonal: 0, or with "bottom_right" the shift that aligns the last
-    query with the last key. For a shard, its query offset minus its key offset is added.
+    query with the last key.
     """
-    shard = attention.shard
-    moved = 0 if shard is None else shard.query - shard.key
     if attention.causal_alignment == "top_left":
-        return moved
-    queries, keys = query.shape[-2], key.shape[-2]
-    if shard is not None:
-        queries, keys = shard.queries, shard.keys
+        return 0
     if attention.key_lengths is None:
-        return keys - queries + moved
-    return (attention.key_lengths.long() - queries + moved).view(-1, 1, 1, 1)
+        return key.shape[-2] - query.shape[-2]
+    return (attention.key_lengths.long() - query.shape[-2]).view(-1, 1, 1, 1)
 
 
 def added_to_scores(
@@ -170,6 +164,4 @@ def hidden_rows(keys: Tensor | None, key: Tensor, value: Tensor) -> Tensor | Non
 
 def is_causal_as_torch(attention: Attention) -> bool:
     """Return whether the call is not causal, or causal from the top left, as in torch's op."""
-    if not attention.is_causal:
-        return True
-    return attention.shard is None and attention.causal_alignment == "top_left"
+    return not attention.is_causal or attention.causal_alignment == "top_left"

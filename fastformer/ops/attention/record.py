@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.description import Attention, beyond_torch, dims, unpack
+from fastformer.description import Attention, beyond_torch, unpack
 from fastformer.dispatch import backends, operation
 from fastformer.dispatch.operation import Alternative, Arguments, Operation
 from fastformer.ops.attention import contract, reference
@@ -17,28 +17,6 @@ from fastformer.ops.attention.faster import FASTER
 from fastformer.ops.attention.joint import joint_reference
 
 _aten = torch.ops.aten
-
-
-def _dims(arguments: Arguments) -> dict[str, str]:
-    if "block_table" in arguments:
-        given = {"query": "bhqd", "key_pages": "..hd", "value_pages": "..he", "block_table": "b."}
-    elif arguments["cu_seqlens_q"] is not None:
-        given = {"query": ".hd", "key": ".hd", "value": ".he"}
-        given |= {"cu_seqlens_q": ".", "cu_seqlens_k": "."}
-        own = dims(arguments).items()  # sequences, queries and keys are complete
-        return given | {n: "".join(x if x == "h" else "." for x in letters) for n, letters in own}
-    else:
-        given = {"query": "bhqd", "key": "bhkd", "value": "bhke"}
-    return given | dims(arguments)
-
-
-def _output_dims(dims: dict[str, str]) -> tuple[str, str]:
-    """Return the dimensions of output and lse, which is [H, Tq] in a packed batch."""
-    rows = dims["query"][:-1]
-    return rows + "e", "h." if "cu_seqlens_q" in dims else rows
-
-
-_SHARDING = operation.ShardingRule(_dims, _output_dims, "hbq")
 
 
 # ------------------------------------------------------------------------------------ alternatives
@@ -76,7 +54,7 @@ def _signature(arguments: Arguments) -> Hashable | None:
         return None
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     causal, sizes = attention.is_causal, (query.shape, key.shape, value.shape)
-    if causal and (attention.shard is not None or query.shape[2] != key.shape[2]):
+    if causal and query.shape[2] != key.shape[2]:
         return None
     if any(0 in size for size in sizes):
         return None
@@ -105,7 +83,6 @@ backends.register(
         kernel="attention",
         contract=contract.scaled_dot_product_attention,
         reference=reference.scaled_dot_product_attention,
-        sharding=_SHARDING,
         alternatives={
             "torch (cuDNN)": Alternative(_forward_by(_cudnn)),
             "torch (flash)": Alternative(_forward_by(_flash)),
@@ -113,16 +90,13 @@ backends.register(
         },
         signature=_signature,
         faster=_faster if FASTER else None,
-        block=reference.attention_block,
-        block_gradients=reference.attention_gradients,
         joint=joint_reference,
     ),
     Operation(
         "attention",
         contract.packed_attention,
         reference.packed_attention,
-        _SHARDING,
         joint=joint_reference,
     ),
-    Operation("attention", contract.paged_attention, reference.paged_attention, _SHARDING),
+    Operation("attention", contract.paged_attention, reference.paged_attention),
 )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.description import Attention, beyond_torch
-from fastformer.eager import eager, formula, gradients_through, may_read
+from fastformer.description import Attention
+from fastformer.eager import eager, formula, may_read
 from fastformer.ops.attention.by_torch import (
     by_torch,
     differentiates,
@@ -31,7 +29,7 @@ from fastformer.ops.attention.masks import (
     score_terms,
     visible_keys,
 )
-from fastformer.ops.attention.tiles import by_tiles, computes_by_tiles
+from fastformer.ops.attention.tiles import Part, by_tiles, computes_by_tiles
 from fastformer.ops.dropout import (
     dropout,
     dropout_factors,
@@ -139,13 +137,13 @@ def attention_block(
     value: Tensor,
     attention: Attention,
     return_lse: bool = True,
-    runs: Sequence[range] | None = None,
+    part: Part | None = None,
 ) -> Any:
     """Return (output, peak, log_sum) of attention to a part of the keys, where lse = peak +
     log_sum: their sum has no digits left for log_sum if peak is large. Without return_lse, return
     the output alone.
 
-    runs: the indices of the keys for dropout, if they are not consecutive.
+    part: of a larger call, the part of the dropout mask that this call is.
     """
     heads = query.shape[1]
     if attention.key_lengths is not None:
@@ -171,10 +169,10 @@ def attention_block(
     if fast:
         out = fused(query, key, value, mask, p, scale=attention.scale)
     elif not return_lse and added is None and _saves_passes(query, value, attention):
-        out = _DroppedAttention.apply(query, key, value, visible, attention, runs)
+        out = _DroppedAttention.apply(query, key, value, visible, attention, part)
     else:
         scores = _scores(query, key, attention, added, visible)
-        out = _weighted(scores, value, attention, runs)
+        out = _weighted(scores, value, attention, part)
     seen = None if visible is None else visible.any(-1, keepdim=True)
     empty = None if seen is None or (may_read(seen) and seen.all()) else ~seen
     if empty is not None:
@@ -196,7 +194,7 @@ def _within_lengths(
     """Leave out the keys past the longest row, and the lengths if all rows have the same."""
     lengths, columns = attention.key_lengths, key.shape[2]
     assert lengths is not None
-    if attention.shard is not None or not may_read(lengths) or not eager(key):
+    if not may_read(lengths) or not eager(key):
         return key, value, attention
     known = lengths.tolist()
     longest = max(known, default=0)
@@ -215,13 +213,13 @@ def _within_lengths(
 
 
 def _weighted(
-    scores: Tensor, value: Tensor, attention: Attention, runs: Sequence[range] | None = None
+    scores: Tensor, value: Tensor, attention: Attention, part: Part | None = None
 ) -> Tensor:
     """Return dropout(softmax(scores)) value, [B, H, Sq, Dv] in the dtype of the value."""
     weights = _softmax(scores, value.dtype, attention.sinks)
     if attention.dropout_seed is None:
         return dropout(weights, attention.dropout_p) @ value
-    drop = _dropped_weights(weights, attention, runs)
+    drop = _dropped_weights(weights, attention, part)
     if drop is None:
         return weights @ value
     return without(drop, weights) @ value * dropout_scale(attention.dropout_p)
@@ -257,7 +255,7 @@ class _DroppedAttention(torch.autograd.Function):
         value: Tensor,
         visible: Tensor | None,
         attention: Attention,
-        runs: Sequence[range] | None,
+        part: Part | None,
     ) -> Tensor:
         weights = _softmax(_scores(query, key, attention, None, visible), value.dtype, None)
         ctx.attention, p = attention, attention.dropout_p
@@ -265,7 +263,7 @@ class _DroppedAttention(torch.autograd.Function):
             mask = dropout_factors(weights, p)
             ctx.save_for_backward(query, key, value, visible, weights, mask)
             return (weights * mask) @ value
-        drop = _dropped_weights(weights, attention, runs)
+        drop = _dropped_weights(weights, attention, part)
         assert drop is not None
         mask = kept(drop, weights).mul_(dropout_scale(p))
         ctx.save_for_backward(query, key, value, visible, weights, mask)
@@ -289,75 +287,21 @@ class _DroppedAttention(torch.autograd.Function):
 
 
 def _dropped_weights(
-    weights: Tensor, attention: Attention, runs: Sequence[range] | None = None
+    weights: Tensor, attention: Attention, part: Part | None = None
 ) -> Tensor | None:
     """Return a boolean, True where dropout removes one of the weights [B, H, Sq, Sk], or None.
 
-    runs: the indices of the keys, if they are not consecutive; the call has a shard.
+    part: of a larger call, the part of its mask that is these weights.
     """
     if attention.dropout_p == 0:
         return None
     assert attention.dropout_seed is not None
     batch, heads, rows, columns = weights.shape
-    place, shard = None, attention.shard
-    if shard is not None:
-        first = shard.batch * shard.heads + shard.head
-        place = first, heads, shard.heads, shard.query, shard.key
-        if runs is not None:
-            given = attention.dropout_seed, batch * heads, rows
-            drops = [
-                dropped(*given, len(run), attention.dropout_p, (*place[:4], shard.key + run.start))
-                for run in runs
-            ]
-            return torch.cat(drops, -1).view(weights.shape) if drops else weights.bool()
-    drop = dropped(attention.dropout_seed, batch * heads, rows, columns, attention.dropout_p, place)
-    return drop.view(weights.shape)
-
-
-def attention_gradients(
-    grads: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    attention: Attention,
-    outputs: Sequence[Tensor],
-) -> list[Tensor | None]:
-    """Return the gradients of query, key, value, bias and sinks, for one shard of the keys.
-
-    grads: of output and lse, for all keys.
-    inputs: query, and key and value of the shard.
-    outputs: for all keys: output, lse, and statistics [.., 2], the maximum of the scores and minus
-        the logarithm of sum exp(score - maximum), or -inf for a row that sees no key.
-
-    With S the scores of the shard and Z its dropout mask, times 1 / (1 - dropout_p),
-
-        P = exp(S - lse)   dV = (Z P)^T dO   dS = P (Z dO V^T - delta)   delta = dO . O - dlse
-    """
-    grad, grad_lse = grads
-    (query, key, value), (output, lse, statistics) = inputs, outputs
-    given = query, key, value, attention.bias, attention.sinks
-    leaves = [None if x is None else x.detach().requires_grad_() for x in given]
-    with torch.enable_grad():
-        q, k, v, bias, sinks = leaves
-        assert q is not None and k is not None and v is not None
-        heads = q.shape[1]
-        described = attention._replace(bias=bias, sinks=sinks)
-        visible, keys, added = score_terms(q, k, described, beyond_torch(described))
-        values, hidden = _grouped(v, heads), hidden_rows(keys, key, value)
-        if hidden is not None:
-            k, values = _grouped(k, heads).masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
-        scores = _scores(q, _grouped(k, heads), described, added, visible)
-    here = scores.detach().to(lse.dtype)
-    peak, offset = statistics.unsqueeze(-2).unbind(-1)
-    weights = (here - peak + offset).exp()
-    held = weights[..., : key.shape[2]].to(value.dtype)  # without the sink
-    moved = grad @ values.detach().mT
-    drop = _dropped_weights(held, attention)
-    if drop is not None:
-        scale = dropout_scale(attention.dropout_p)
-        held, moved = (without(drop, x) * scale for x in (held, moved))
-    delta = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1) - grad_lse
-    moved = F.pad(moved.to(lse.dtype), (0, weights.shape[-1] - key.shape[2])) - delta.unsqueeze(-1)
-    found = (weights * moved).to(scores.dtype), held.mT @ grad
-    return gradients_through((scores, values), found, leaves, create_graph=False)
+    given, p = (attention.dropout_seed, batch * heads, rows), attention.dropout_p
+    if part is None:
+        return dropped(*given, columns, p).view(weights.shape)
+    drops = [dropped(*given, len(run), p, part.row, run.start) for run in part.runs]
+    return torch.cat(drops, -1).view(weights.shape) if drops else weights.bool()
 
 
 def packed_attention(
@@ -401,10 +345,7 @@ def packed_attention(
         padded_bias = _padded(bias, columns, batch, max_k)
         attention = attention._replace(bias=padded_bias.view(batch, 1, 1, max_k))
     attention = band_as_mask(k, max_q, queries, keys, attention)
-    shard = attention.shard
-    if shard is not None:  # sequences are complete: the padded sizes are global
-        shard = shard._replace(queries=max_q, keys=max_k)
-    padded = attention._replace(shard=shard, key_lengths=keys)
+    padded = attention._replace(key_lengths=keys)
     found = scaled_dot_product_attention(q, k, v, padded, return_lse)
     if not return_lse:
         return _packed(found, rows)

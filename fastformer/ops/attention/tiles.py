@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.description import Attention, Shard
+from fastformer.description import Attention
 from fastformer.eager import eager, formula, gradients_through, may_read, use_formula
 from fastformer.mask_tiles import COLUMNS, ROWS, UNSEEN, tile_elements, tile_slots
 from fastformer.ops.attention.masks import (
@@ -68,17 +68,24 @@ class _Call(NamedTuple):
         return found if self.return_lse else (found,)
 
 
+class Part(NamedTuple):
+    """A part of a call: the index of its first query, and those of its keys as ranges."""
+
+    row: int
+    runs: list[range]
+
+
 class _Block(NamedTuple):
     """A row of tiles, with the keys that one of its queries may see.
 
-    rows: the queries. i: [rows, 1], their indices. columns: [n], the indices of the keys. runs: the
-    same as ranges. attention: the options, with all masks in `attn_mask`.
+    rows: the queries. i: [rows, 1], their indices. columns: [n], the indices of the keys. part: the
+    same for dropout. attention: the options, with all masks in `attn_mask`.
     """
 
     rows: slice
     i: Tensor
     columns: Tensor
-    runs: list[range]
+    part: Part
     attention: Attention
 
     def of_rows(self, bias: Any) -> Any:
@@ -101,7 +108,7 @@ class _Block(NamedTuple):
         *others, bias, sinks = inputs
         terms = call.attention._replace(bias=bias)
         added = self.of_columns(added_to_scores(terms, self.i, call.shift, key))
-        return call.on([*others, added, sinks], self.attention, runs=self.runs)
+        return call.on([*others, added, sinks], self.attention, part=self.part)
 
 
 def _blocks(call: _Call, query: Tensor, key: Tensor, bias: Tensor | None) -> Iterator[_Block]:
@@ -109,7 +116,6 @@ def _blocks(call: _Call, query: Tensor, key: Tensor, bias: Tensor | None) -> Ite
     spans, lists, bits = attention.mask_spans, attention.mask_lists, attention.mask_bits
     assert spans is not None and lists is not None and bits is not None
     slots = tile_slots(spans, lists, q_length, k_length)
-    shard = attention.shard or Shard(0, 0, 0, 0, query.shape[1], q_length, k_length)
     own = attention._replace(
         is_causal=False,
         key_lengths=None,
@@ -134,9 +140,7 @@ def _blocks(call: _Call, query: Tensor, key: Tensor, bias: Tensor | None) -> Ite
             start = runs.pop().start if runs and runs[-1].stop == first else first
             runs.append(range(start, min(first + COLUMNS, k_length)))
         columns = torch.tensor([j for run in runs for j in run], dtype=torch.int64)
-        if attention.dropout_p:
-            own = own._replace(shard=shard._replace(query=shard.query + rows.start))
-        block = _Block(rows, i, columns, runs, own)
+        block = _Block(rows, i, columns, Part(rows.start, runs), own)
         elements = tile_elements(bits, slots[:, :, t : t + 1, visited])
         mask = elements[..., : len(i), : len(columns)]
         seen, _ = visible_keys(key, i, call.shift, attention._replace(bias=block.of_rows(bias)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +16,9 @@ from fastformer.checks import (
     require_token,
     wrong_shape,
 )
-from fastformer.dispatch import backends, operation
-from fastformer.dispatch.operation import Arguments, Operation
+from fastformer.dispatch import backends
+from fastformer.dispatch.operation import Operation
 from fastformer.ops.embedding import reference
-from fastformer.ops.row_shards import row_shard
 
 
 def embed(
@@ -32,7 +30,6 @@ def embed(
     scale: float | None = None,
     padding_idx: int | None = None,
     dropout_seed: int | Tensor | None = None,
-    shard: Sequence[int] | None = None,
 ) -> Tensor:
     """Compute dropout(scale * weight[tokens] + positional[0 .. S-1]).
 
@@ -46,9 +43,6 @@ def embed(
         scale: the factor on the embedding; sqrt(N) by default.
         padding_idx: the token whose row gets no gradient; -1 is the last token, as in torch.
         dropout_seed: as in `dropout_add_layer_norm`.
-        shard: `RowShard(row, column, columns, run, sequence)`, as in `dropout_add_layer_norm`: the
-            global offsets of these tokens and features. column is a multiple of 4, columns the
-            global N. `positional` is the local shard.
 
     Returns:
         [..., S, N] in the dtype of weight.
@@ -68,8 +62,6 @@ def embed(
     if tokens.dim() < 1:
         raise ValueError("tokens is a scalar; expected [..., S]")
     classes, width = weight.shape
-    if positional is not None and shard is None:
-        positional = backends.rows_here("positional", positional, tokens.shape[-1])
     if positional is not None:
         require_floating(positional=positional)
         if positional.dtype not in (weight.dtype, torch.float32):
@@ -90,37 +82,16 @@ def embed(
     if scale is not None:
         scale = require_number("scale", scale, "a number or None")
     p = require_dropout("dropout_p", dropout_p)
-    features = width
-    if shard is not None:
-        given, shard = shard, row_shard(shard, tokens.numel(), width, p, (1, 4))
-        features = given[2] or width
     return backends.run(
         "embed",
         tokens=tokens,
         weight=weight,
         positional=positional,
         dropout_p=p,
-        scale=math.sqrt(features) if scale is None else scale,
+        scale=math.sqrt(width) if scale is None else scale,
         padding_idx=padding_idx,
-        dropout_seed=backends.seed_for(dropout_seed, p, weight.device, shard),
-        shard=shard,
+        dropout_seed=backends.seed_for(dropout_seed, p, weight.device),
     )
 
 
-# ----------------------------------------------------------------------- the record of the dispatch
-
-
-def _dims(arguments: Arguments) -> dict[str, str]:
-    tokens = operation.ROW_DIMS[: arguments["tokens"].dim()]
-    return {"tokens": tokens, "weight": "vn", "positional": ".n", "dropout_seed": "."}
-
-
-_SHARDING = operation.ShardingRule(
-    _dims,
-    lambda x: (x["tokens"] + "n",),
-    "vn" + operation.ROW_DIMS,
-    {"v": ("tokens",), "n": ("tokens",)},
-)
-
-
-backends.register(Operation("embedding", embed, reference.embed, _SHARDING))
+backends.register(Operation("embedding", embed, reference.embed))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.description import RowShard
 from fastformer.ops.dropout import dropout, dropout_scale
 from fastformer.ops.norms.reference import masked
 
@@ -19,7 +18,6 @@ def embed(
     scale: float | None = None,
     padding_idx: int | None = None,
     dropout_seed: Tensor | None = None,
-    shard: RowShard | None = None,
 ) -> Tensor:
     scale = weight.shape[1] ** 0.5 if scale is None else scale
     out = F.embedding(tokens.long(), weight, padding_idx) * scale
@@ -27,5 +25,5 @@ def embed(
         out = out + positional[: tokens.shape[-1]].to(out.dtype)
     if dropout_seed is None:
         return dropout(out, dropout_p)
-    kept = masked(out, [weight.shape[1]], dropout_p, dropout_seed, shard)
+    kept = masked(out, [weight.shape[1]], dropout_p, dropout_seed)
     return kept * dropout_scale(dropout_p)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,12 +16,10 @@ from fastformer.checks import (
     shape_of,
     wrong_shape,
 )
-from fastformer.description import RowShard
-from fastformer.dispatch import backends, operation
-from fastformer.dispatch.operation import Arguments, Operation
+from fastformer.dispatch import backends
+from fastformer.dispatch.operation import Operation
 from fastformer.ops.feed_forward import reference
 from fastformer.ops.feed_forward.reference import ACTIVATIONS, usual_feed_forward
-from fastformer.ops.row_shards import row_shard
 
 
 def feed_forward(
@@ -35,7 +32,6 @@ def feed_forward(
     dropout_p: float = 0.0,
     *,
     dropout_seed: int | Tensor | None = None,
-    shard: Sequence[int] | None = None,
 ) -> Tensor:
     """Compute dropout(activation(input w_1^T + b_1)) w_2^T + b_2.
 
@@ -52,10 +48,6 @@ def feed_forward(
             `scaled_dot_product_attention`.
         dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of the seed and
             (token, hidden unit).
-        shard: `RowShard(row, column, columns, run, sequence)`, as in `dropout_add_layer_norm`: the
-            global offsets of these tokens and hidden units, so that each shard uses the dropout
-            mask of the unsharded call. columns is the global d_ff. row, column, run and sequence
-            are multiples of 16.
 
     Returns:
         [..., d_out] in the dtype of the input.
@@ -68,7 +60,7 @@ def feed_forward(
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; GELU: Hendrycks and
     Gimpel 2016; SiLU: Elfwing et al. 2017; relu2: So et al. 2021, "Primer", section 4.
     """
-    usual = type(dropout_p) is float and 0.0 <= dropout_p <= 1.0 and shard is None
+    usual = type(dropout_p) is float and 0.0 <= dropout_p <= 1.0
     drawn = dropout_seed is None or type(dropout_seed) is Tensor
     if usual and drawn and backends.runs_directly():
         p = require_dropout("dropout_p", dropout_p)
@@ -88,8 +80,7 @@ def feed_forward(
         b_2=b_2,
         activation=activation,
         dropout_p=p,
-        dropout_seed=backends.seed_for(dropout_seed, p, input.device, shard),
-        shard=None if shard is None else _hidden_shard(shard, input, w_1.shape[0], p),
+        dropout_seed=backends.seed_for(dropout_seed, p, input.device),
     )
 
 
@@ -102,7 +93,6 @@ def geglu(
     dropout_p: float = 0.0,
     *,
     dropout_seed: int | Tensor | None = None,
-    shard: Sequence[int] | None = None,
 ) -> Tensor:
     """Compute dropout(gelu(z) v) w_2^T + b_2, with [z, v] = input w^T + b.
 
@@ -113,7 +103,7 @@ def geglu(
         input: [..., d], float32, float16, bfloat16 or float64.
         w: [2 d_ff, d]: the rows for z, then the rows for v. b: [2 d_ff] or None.
         w_2: [d_out, d_ff], b_2: [d_out] or None.
-        dropout_p, dropout_seed, shard: as in `feed_forward`.
+        dropout_p, dropout_seed: as in `feed_forward`.
 
     Returns:
         [..., d_out] in the dtype of the input.
@@ -125,7 +115,7 @@ def geglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return _gated("geglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, shard, {})
+    return _gated("geglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, {})
 
 
 def swiglu(
@@ -137,7 +127,6 @@ def swiglu(
     dropout_p: float = 0.0,
     *,
     dropout_seed: int | Tensor | None = None,
-    shard: Sequence[int] | None = None,
     alpha: float = 1.0,
     limit: float | None = None,
     offset: float = 0.0,
@@ -147,7 +136,7 @@ def swiglu(
     Args:
         input, w, b, w_2, b_2: [..., d], [2 d_ff, d], [2 d_ff], [d_out, d_ff] and [d_out], as in
             `geglu`.
-        dropout_p, dropout_seed, shard: as in `feed_forward`.
+        dropout_p, dropout_seed: as in `feed_forward`.
         alpha, limit, offset: as in `gated_activation`.
 
     Returns:
@@ -159,7 +148,7 @@ def swiglu(
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
     form = _form("silu", alpha, limit, offset)
-    return _gated("swiglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, shard, form)
+    return _gated("swiglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, form)
 
 
 def gated_activation(
@@ -215,17 +204,14 @@ def _gated(
     given: tuple[Tensor | None, ...],
     dropout_p: float,
     dropout_seed: int | Tensor | None,
-    shard: Sequence[int] | None,
     form: dict[str, Any],
 ) -> Tensor:
     """Check the arguments of a gated feed-forward layer, and run it. form: what `_form` returns."""
     tensors: dict[str, Any] = dict(zip(("input", "w", "b", "w_2", "b_2"), autocast(*given)))
     _require_layers(2, **tensors)
     input, p = tensors["input"], require_dropout("dropout_p", dropout_p)
-    seed = backends.seed_for(dropout_seed, p, input.device, shard)
-    if shard is not None:
-        shard = _hidden_shard(shard, input, tensors["w_2"].shape[1], p)
-    return backends.run(op, **tensors, dropout_p=p, dropout_seed=seed, shard=shard, **form)
+    seed = backends.seed_for(dropout_seed, p, input.device)
+    return backends.run(op, **tensors, dropout_p=p, dropout_seed=seed, **form)
 
 
 def _form(activation: str, alpha: float, limit: float | None, offset: float) -> dict[str, Any]:
@@ -237,10 +223,6 @@ def _form(activation: str, alpha: float, limit: float | None, offset: float) -> 
         raise ValueError(f"alpha is {alpha} beside activation {activation!r}; expected 'silu'")
     limit = None if limit is None else require_positive("limit", limit)
     return {"alpha": alpha, "limit": limit, "offset": offset}
-
-
-def _hidden_shard(shard: Sequence[int], x: Tensor, columns: int, p: float) -> RowShard | None:
-    return row_shard(shard, x.shape[:-1].numel(), columns, p, (16, 16))
 
 
 def _require_layers(halves: int, **tensors: Any) -> None:
@@ -268,32 +250,7 @@ def _require_layers(halves: int, **tensors: Any) -> None:
 # ----------------------------------------------------------------------- the record of the dispatch
 
 
-def _dims(arguments: Arguments) -> dict[str, str]:
-    w, b = ("w_1", "b_1") if "w_1" in arguments else ("w", "b")
-    rows = operation.ROW_DIMS[: arguments["input"].dim() - 1]
-    given = {"input": rows + "d", w: "fd", b: "f", "w_2": "of", "b_2": "o"}
-    return given | {"dropout_seed": "."}
-
-
-_SHARDING = operation.ShardingRule(
-    _dims, lambda x: (x["input"][:-1] + "o",), "f" + operation.ROW_DIMS, {"f": ("input",)}
-)
-
-
-_GATED = _SHARDING._replace(halves=("w", "b"))
-
-
-def _gate_dims(arguments: Arguments) -> dict[str, str]:
-    dims = operation.ROW_DIMS[: arguments["gate"].dim() - 1] + "f"
-    return {"gate": dims, "value": dims}
-
-
-_ELEMENTWISE = operation.ShardingRule(_gate_dims, lambda x: (x["gate"],), "f" + operation.ROW_DIMS)
-for _contract, _sharding in (
-    (feed_forward, _SHARDING),
-    (geglu, _GATED),
-    (swiglu, _GATED),
-    (gated_activation, _ELEMENTWISE),
-):
+for _contract in (feed_forward, geglu, swiglu, gated_activation):
+    _rows = ("gate", "value") if _contract is gated_activation else ("input",)
     _reference = getattr(reference, _contract.__name__)
-    backends.register(Operation("feed_forward", _contract, _reference, _sharding))
+    backends.register(Operation("feed_forward", _contract, _reference, _rows))

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastformer.description import RowShard
 from fastformer.dispatch import backends
-from fastformer.ops.dropout import dropout, dropout_scale, dropped_hidden, of_runs, without
+from fastformer.ops.dropout import dropout, dropout_scale, dropped, without
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -35,14 +34,13 @@ def feed_forward(
     dropout_p: float = 0.0,
     *,
     dropout_seed: Tensor | None = None,
-    shard: RowShard | None = None,
 ) -> Tensor:
     if dropout_seed is None:
         hidden = ACTIVATIONS[activation](F.linear(input, w_1, b_1))
         return F.linear(dropout(hidden, dropout_p), w_2, b_2)
     rows = math.prod(input.shape[:-1])  # numel() would become a constant in an export
     hidden = F.linear(input.reshape(rows, input.shape[-1]), w_1, b_1)
-    drop = of_runs(dropped_hidden, dropout_seed, rows, w_1.shape[0], dropout_p, shard)
+    drop = dropped(dropout_seed, 1, rows, w_1.shape[0], dropout_p)[0]
     if activation == "relu":
         # Dropout before relu gives the same result, and needs no mask in the backward: the
         # gradient of relu is 0 at the dropped elements.
@@ -106,11 +104,10 @@ def geglu(
     dropout_p: float = 0.0,
     *,
     dropout_seed: Tensor | None = None,
-    shard: RowShard | None = None,
 ) -> Tensor:
     z, v = F.linear(input, w, b).chunk(2, -1)
     hidden = gated_activation(z, v, "gelu")
-    return F.linear(_dropped(hidden, dropout_p, dropout_seed, shard), w_2, b_2)
+    return F.linear(_dropped(hidden, dropout_p, dropout_seed), w_2, b_2)
 
 
 def swiglu(
@@ -122,7 +119,6 @@ def swiglu(
     dropout_p: float = 0.0,
     *,
     dropout_seed: Tensor | None = None,
-    shard: RowShard | None = None,
     alpha: float = 1.0,
     limit: float | None = None,
     offset: float = 0.0,
@@ -130,16 +126,14 @@ def swiglu(
     form: Any = dict(alpha=alpha, limit=limit, offset=offset)
     z, v = F.linear(input, w, b).chunk(2, -1)
     hidden = gated_activation(z, v, **form)
-    return F.linear(_dropped(hidden, dropout_p, dropout_seed, shard), w_2, b_2)
+    return F.linear(_dropped(hidden, dropout_p, dropout_seed), w_2, b_2)
 
 
-def _dropped(
-    hidden: Tensor, p: float, dropout_seed: Tensor | None, shard: RowShard | None
-) -> Tensor:
+def _dropped(hidden: Tensor, p: float, dropout_seed: Tensor | None) -> Tensor:
     if dropout_seed is None:
         return dropout(hidden, p)
     rows, width = math.prod(hidden.shape[:-1]), hidden.shape[-1]
-    drop = of_runs(dropped_hidden, dropout_seed, rows, width, p, shard)
+    drop = dropped(dropout_seed, 1, rows, width, p)[0]
     return without(drop, hidden) * dropout_scale(p)
 
 

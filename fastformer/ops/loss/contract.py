@@ -359,7 +359,7 @@ def _loss(
     if constant is None:
         return result
     loss, *others = result if isinstance(result, tuple) else (result,)
-    loss = loss + backends.replicated_like(constant, loss).to(loss.dtype)
+    loss = loss + constant.to(loss.dtype)
     return (loss, *others) if others else loss
 
 
@@ -400,43 +400,22 @@ def _negative_entropy(
 # ----------------------------------------------------------------------- the record of the dispatch
 
 
-def _dims(arguments: operation.Arguments) -> dict[str, str]:
-    rows = operation.ROW_DIMS[: arguments["target"].dim()]
-    if "logits" in arguments:
-        return {"logits": rows + "v", "target": rows}
-    return {"input": rows + "n", "linear_weight": "vn", "target": rows, "linear_bias": "v"}
-
-
-_SHARDING = operation.ShardingRule(
-    _dims, lambda x: (x["target"],), "v" + operation.ROW_DIMS, {"v": ("target",)}
-)
-
-
-def _divergence_dims(arguments: operation.Arguments) -> dict[str, str]:
-    rows = operation.ROW_DIMS[: arguments["input"].dim() - 1]
-    student = {"input": rows + "n", "linear_weight": "vn", "linear_bias": "v", "mask": rows}
-    return student | dict(teacher_input=rows + "k", teacher_weight="vk", teacher_bias="v")
-
-
 _OF_LOGITS = operation.Operation(
     "cross_entropy",
     cross_entropy,
     reference.cross_entropy,
-    _SHARDING,
-    unsharded=dict(weight=None, z_loss=0.0, softcap=None, temperature=1.0, return_entropy=False),
+    rows=("logits", "target"),
 )
 backends.register(
     _OF_LOGITS,
     _OF_LOGITS._replace(
         contract=linear_cross_entropy,
         reference=reference.linear_cross_entropy,
-        sharding=_SHARDING._replace(gathers={"v": ("input", "target")}),
-        unsharded={**_OF_LOGITS.unsharded, "return_argmax": False},
+        rows=("input", "target"),
     ),
     operation.Operation(
         "cross_entropy",
         linear_kl_div,
         reference.linear_kl_div,
-        operation.ShardingRule(_divergence_dims, lambda x: ("",), ""),
     ),
 )

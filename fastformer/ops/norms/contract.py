@@ -22,12 +22,10 @@ from fastformer.checks import (
     shape_of,
     wrong_shape,
 )
-from fastformer.description import RowShard
-from fastformer.dispatch import backends, operation
+from fastformer.dispatch import backends
 from fastformer.dispatch.operation import Alternative, Arguments, Operation
 from fastformer.ops.norms import reference
 from fastformer.ops.norms.reference import usual_layer_norm, usual_sum_and_layer_norm
-from fastformer.ops.row_shards import row_shard
 
 
 def layer_norm(
@@ -121,7 +119,6 @@ def dropout_add_layer_norm(
     *,
     unbiased: bool = False,
     dropout_seed: int | Tensor | None = None,
-    shard: Sequence[int] | None = None,
     input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute residual_out = residual + dropout(input + input_bias) and layer_norm(residual_out),
@@ -141,11 +138,6 @@ def dropout_add_layer_norm(
         eps, unbiased: as in `layer_norm`.
         dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of the seed and
             (row, column).
-        shard: `RowShard(row, column, columns, run, sequence)`: the offsets of these rows within a
-            larger, sharded call, so that each shard uses the dropout mask of the unsharded call.
-            row is the global index of the first row. If sequences are sharded, run is the local and
-            sequence the global number of rows of each: local row i is global row
-            row + i // run * sequence + i % run. column is 0: a norm needs full rows.
         input_bias: a tensor with the shape of weight, of the input's dtype or float32, or None.
 
     Returns:
@@ -162,7 +154,6 @@ def dropout_add_layer_norm(
     if (
         unbiased is False
         and (dropout_seed is None or type(dropout_seed) is Tensor)
-        and shard is None
         and input_bias is None
         and type(dropout_p) is type(eps) is float
         and 0.0 <= dropout_p <= 1.0
@@ -183,8 +174,7 @@ def dropout_add_layer_norm(
         dropout_p=p,
         eps=require_eps(eps),
         unbiased=_require_spread(unbiased, shape),
-        dropout_seed=backends.seed_for(dropout_seed, p, input.device, shard),
-        shard=None if shard is None else _norm_shard(shard, input, shape, p),
+        dropout_seed=backends.seed_for(dropout_seed, p, input.device),
         input_bias=input_bias,
     )
 
@@ -197,7 +187,6 @@ def dropout_add_rms_norm(
     eps: float | None = None,
     *,
     dropout_seed: int | Tensor | None = None,
-    shard: Sequence[int] | None = None,
     input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute residual_out = residual + dropout(input + input_bias) and rms_norm(residual_out), in
@@ -205,7 +194,7 @@ def dropout_add_rms_norm(
 
     Args:
         input, residual, weight: as in `dropout_add_layer_norm`.
-        dropout_p, dropout_seed, shard, input_bias: as in `dropout_add_layer_norm`; the mask is the
+        dropout_p, dropout_seed, input_bias: as in `dropout_add_layer_norm`; the mask is the
             same.
         eps: as in `rms_norm`.
 
@@ -219,7 +208,7 @@ def dropout_add_rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
     """
-    input, residual, shape = _require_sum(input, residual, weight, None, input_bias)
+    input, residual, _ = _require_sum(input, residual, weight, None, input_bias)
     p = require_dropout("dropout_p", dropout_p)
     return backends.run(
         "dropout_add_rms_norm",
@@ -228,21 +217,9 @@ def dropout_add_rms_norm(
         weight=weight,
         dropout_p=p,
         eps=_rms_eps(eps, input),
-        dropout_seed=backends.seed_for(dropout_seed, p, input.device, shard),
-        shard=None if shard is None else _norm_shard(shard, input, shape, p),
+        dropout_seed=backends.seed_for(dropout_seed, p, input.device),
         input_bias=input_bias,
     )
-
-
-def _norm_shard(
-    shard: Sequence[int], input: Tensor, shape: Sequence[int], p: float
-) -> RowShard | None:
-    """Check the shard of a norm, which has full rows, and return it as `row_shard` does."""
-    features = math.prod(shape)
-    rows = row_shard(shard, input.numel() // max(1, features), features, p, (1, 4))
-    if rows is not None and rows.columns != features:
-        raise ValueError(f"shard has rows of {rows.columns}; expected all {features} features")
-    return rows
 
 
 def _rms_eps(eps: float | None, x: Tensor) -> float:
@@ -314,18 +291,6 @@ def _require_spread(unbiased: bool, shape: list[int]) -> bool:
 _aten = torch.ops.aten
 
 
-def _dims(arguments: Arguments) -> dict[str, str]:
-    x, shape = arguments["input"], arguments.get("normalized_shape")
-    n = len(arguments["weight"].shape if shape is None else shape)
-    rows, features = operation.ROW_DIMS[: x.dim() - n], "." * n
-    given = dict.fromkeys(("input", "residual"), rows + features)
-    given |= dict.fromkeys(("weight", "bias", "input_bias"), features)
-    return given | {"dropout_seed": "."}
-
-
-_SHARDING = operation.ShardingRule(_dims, lambda x: (x["input"],), operation.ROW_DIMS)
-
-
 # ------------------------------------------------------------------------------------ alternatives
 
 
@@ -394,7 +359,7 @@ _OF_LAYER_NORM = Operation(
     kernel="layer_norm",
     contract=layer_norm,
     reference=reference.layer_norm,
-    sharding=_SHARDING,
+    rows=("input",),
     alternatives={
         "torch (layer_norm)": Alternative(_layer_norm),
         "torch (layer_norm, backward)": Alternative(_layer_norm, _layer_norm_backward),
@@ -404,7 +369,7 @@ _OF_LAYER_NORM = Operation(
 _OF_SUM = _OF_LAYER_NORM._replace(
     contract=dropout_add_layer_norm,
     reference=reference.dropout_add_layer_norm,
-    sharding=_SHARDING._replace(outputs=lambda x: (x["input"],) * 2),
+    rows=("input", "residual"),
     alternatives={"torch (add, layer_norm)": Alternative(_sum_and_norm)},
     reference_backward=functools.partial(reference.dropout_add_norm_backward, reference.layer_norm),
 )

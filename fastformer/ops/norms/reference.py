@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastformer.description import RowShard
 from fastformer.dispatch import backends
 from fastformer.eager import differentiable, formula, gradients_through, use_formula
-from fastformer.ops.dropout import dropout, dropout_scale, dropped_rows, of_runs, without
+from fastformer.ops.dropout import dropout, dropout_scale, dropped_rows, without
 
 
 def layer_norm(
@@ -115,12 +114,11 @@ def dropout_add_layer_norm(
     *,
     unbiased: bool = False,
     dropout_seed: Tensor | None = None,
-    shard: RowShard | None = None,
     input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if input_bias is not None:
         input = (input + input_bias).to(input.dtype)
-    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed, shard)
+    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed)
     return layer_norm(total, list(weight.shape), weight, bias, eps, unbiased=unbiased), total
 
 
@@ -148,7 +146,7 @@ def usual_sum_and_layer_norm(
     ):
         return None
     seed = backends.seed_for(dropout_seed, dropout_p, input.device)
-    total = _dropout_add(input, residual, shape, dropout_p, seed, None)
+    total = _dropout_add(input, residual, shape, dropout_p, seed)
     return torch.layer_norm(total, shape, weight, bias, eps), total
 
 
@@ -160,12 +158,11 @@ def dropout_add_rms_norm(
     eps: float | None = None,
     *,
     dropout_seed: Tensor | None = None,
-    shard: RowShard | None = None,
     input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if input_bias is not None:
         input = (input + input_bias).to(input.dtype)
-    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed, shard)
+    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed)
     return rms_norm(total, list(weight.shape), weight, eps), total
 
 
@@ -175,24 +172,21 @@ def _dropout_add(
     shape: Sequence[int],
     p: float,
     seed: Tensor | None,
-    shard: RowShard | None,
 ) -> Tensor:
     """Return residual + dropout(input), where `shape` is that of one row."""
     if p and seed is None:
         return residual + dropout(input, p)
-    return torch.add(residual, masked(input, shape, p, seed, shard), alpha=dropout_scale(p))
+    return torch.add(residual, masked(input, shape, p, seed), alpha=dropout_scale(p))
 
 
-def masked(
-    x: Tensor, shape: Sequence[int], p: float, seed: Tensor | None, shard: RowShard | None
-) -> Tensor:
+def masked(x: Tensor, shape: Sequence[int], p: float, seed: Tensor | None) -> Tensor:
     """Return x [.., *shape] with zeros where `dropped_rows` removes an element, not scaled."""
     if p == 0:
         return x
     assert seed is not None
     columns = math.prod(shape)
     rows = x.numel() // columns if columns else 0
-    return without(of_runs(dropped_rows, seed, rows, columns, p, shard), x)
+    return without(dropped_rows(seed, rows, columns, p), x)
 
 
 def dropout_add_norm_backward(
@@ -207,7 +201,6 @@ def dropout_add_norm_backward(
     unbiased: bool | None = None,
     dropout_p: float,
     dropout_seed: Tensor | None,
-    shard: RowShard | None,
     input_bias: Tensor | None,
     needs: list[bool],
     **statistics: Tensor,
@@ -227,7 +220,7 @@ def dropout_add_norm_backward(
     assert grad is not None  # residual_out is an output of the op
     if grad_residual_out is not None:
         grad = grad + grad_residual_out
-    grad_input = masked(grad, shape, dropout_p, dropout_seed, shard) * dropout_scale(dropout_p)
+    grad_input = masked(grad, shape, dropout_p, dropout_seed) * dropout_scale(dropout_p)
     if unbiased is None:
         rest.pop()
     if input_bias is not None:

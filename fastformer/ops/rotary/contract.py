@@ -17,8 +17,8 @@ from fastformer.checks import (
     shape_of,
     wrong_shape,
 )
-from fastformer.dispatch import backends, operation
-from fastformer.dispatch.operation import Arguments, Operation
+from fastformer.dispatch import backends
+from fastformer.dispatch.operation import Operation
 from fastformer.ops.rotary import reference
 
 
@@ -147,16 +147,6 @@ def _require_like(name: str, x: Tensor, query: Tensor) -> None:
 # ----------------------------------------------------------------------- the record of the dispatch
 
 
-def _dims(arguments: Arguments) -> dict[str, str]:
-    heads, table = ("qh.", "q.") if arguments["query"].dim() == 3 else ("bhq.", "bq.")
-    table = table[-arguments["cos"].dim() :]
-    given = {"query": heads, "key": heads, "cos": table, "sin": table}
-    return given | {"query_norm": ".", "key_norm": "."}
-
-
-_SHARDING = operation.ShardingRule(_dims, lambda x: (x["query"], x["key"]), "hbq")
-
-
 def _unsaved(arguments: dict[str, Any]) -> tuple[str, ...]:
     """Return what the backward does not read: without a norm, the rotation is linear."""
     pairs = (("query", "query_norm"), ("key", "key_norm"))
@@ -168,7 +158,6 @@ backends.register(
         "rotary",
         rotary_embedding,
         reference.rotary_embedding,
-        _SHARDING,
         reference_backward=reference.rotary_embedding_backward,
         unsaved=_unsaved,
     )

@@ -1,1 +1,0 @@
-"""Shard a model, or its sequences, over several devices."""

@@ -16,11 +16,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from training_checks import (  # noqa: F401
-    in_full,
+    damaged_checkpoints,
+    dies,
     interrupted_fit,
     optimizer_of_shards,
     refused,
     resumed_fit,
+    resumes,
     uneven_tokens,
 )
 

@@ -26,12 +26,23 @@ def worker(folder, world, *words):
     return [json.loads(line) for line in process.stdout.splitlines()], process.stderr[-4000:]
 
 
-def run(folder, world, *checks):
+def run(folder, world, *checks, fails=0):
     """Run checks of parallel_checks.py in a group of processes, each of which has to pass them."""
     found, errors = worker(folder, world, *checks)
     for one in found:
         assert not one["wrong"], f"rank {one['rank']}, {one['check']}:\n{one['wrong']}"
-    assert len(found) == world * len(checks), errors
+    assert len(found) == (world - fails) * len(checks), errors
+
+
+@pytest.mark.with_all
+def test_death_and_resumption(tmp_path):
+    """A rank that dies ends the job, and the run goes on from its last checkpoint: of FSDP2 on two
+    processes, by FSDP2 on four, and on one. The newest checkpoint that can be read is taken.
+    """
+    run(tmp_path, 2, "damaged_checkpoints")
+    run(tmp_path, 2, "dies", fails=1)
+    for world in (4, 1):
+        run(tmp_path, world, "resumes")
 
 
 def test_in_two_processes(tmp_path):

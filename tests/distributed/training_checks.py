@@ -3,7 +3,9 @@
 import os
 import random
 import re
+import shutil
 import signal
+import time
 import warnings
 
 import numpy
@@ -158,6 +160,112 @@ def resumed_fit(folder):
     own = [[1, 3, 2]] if dist.get_rank() == 1 else []
     message = "step-8 has batches rows=1[0-9], .*; expected rows=1"
     refused(message, lambda: run(parts, uneven=True, rows=own))
+
+
+def looped(folder, steps, every=2, d_ff=16, until=None):
+    """A run of Checkpoints and a loop, by FSDP2 if there are several processes, all with the same
+    data: its losses, and how many steps it trained. Process 1 dies after step `until`.
+    """
+    torch.manual_seed(0)
+    model = ff.make_decoder(11, N=1, d_model=16, d_ff=d_ff, h=4, dropout=0.0)
+    world = dist.get_world_size()
+    if folder is not None and world > 1:
+        for module in (*model.decoder.layers, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
+    compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(11, 0, 0.1))
+    optimizer, scheduler = ff.make_optimizer(model.parameters(), 16, warmup=5)
+    done, losses = 0, []
+    if folder is not None:
+        checkpoints = ff.Checkpoints(folder, {"steps": steps, "d_ff": d_ff}, every)
+        done, losses = checkpoints.begin(model, optimizer, scheduler)
+    for step in range(done, steps):
+        generator = torch.Generator().manual_seed(step)
+        batch = ff.Batch(None, torch.randint(1, 11, (4, 7), generator=generator))
+        loss = compute(model(batch.tgt, batch.tgt_mask), batch.tgt_y, batch.ntokens)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if folder is not None:
+            checkpoints.end_step(losses)
+        if step + 1 == until and dist.get_rank() == 1:
+            (folder / "died").write_text(str(time.time()))
+            os._exit(3)
+    return torch.stack(losses), steps - done
+
+
+def dies(folder):
+    """A rank dies in the middle of a run: the others end within the time-out of the group, each
+    with a reason.
+    """
+    (folder / "dies").mkdir(exist_ok=True)
+    try:
+        looped(folder / "dies", 12, 4, until=9)
+    except RuntimeError as error:
+        assert time.time() - float((folder / "dies" / "died").read_text()) < 60
+        assert re.search("Connection closed by peer|Connection reset by peer", str(error)), error
+        raise SystemExit from None  # there is no group any more
+    raise AssertionError("the run went on without rank 1")
+
+
+def resumes(folder):
+    """The run of `dies` goes on from its last checkpoint with the losses of an uninterrupted one,
+    on another number of processes, and at last on one. Each saves its last step.
+    """
+    steps, count = {4: (13, 5), 1: (18, 5)}[dist.get_world_size()]
+    losses, trained = looped(folder / "dies", steps, 4)
+    assert trained == count
+    torch.testing.assert_close(losses, looped(None, steps)[0], rtol=0, atol=1e-5)
+    message = "checkpoint .* has d_ff 16; expected 128"
+    refused(message, lambda: looped(folder / "dies", steps, d_ff=128))
+
+
+def damaged_checkpoints(folder):
+    """The run goes on from the newest checkpoint that can be read, and says which cannot.
+    Checkpoints none of which can be read are refused, and one of more steps than the run has. Other
+    folders are left alone.
+    """
+    saved, rank = folder / "damaged", dist.get_rank()
+
+    def resumed(steps):
+        """The losses, how many steps were trained, and which checkpoints were passed over."""
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            losses, trained = looped(saved, steps)
+        said = " ".join(str(warning.message) for warning in told)
+        assert "existing checkpoint" not in said, said  # a damaged one is replaced without a word
+        passed = re.findall(r"step-(\d+) cannot be read and is passed over", said)
+        return losses, trained, passed
+
+    def change(function, *names):
+        dist.barrier()
+        if rank == 0:
+            for name in names:
+                function(saved / name)
+        dist.barrier()
+
+    def cut(file):
+        file.write_bytes(file.read_bytes()[:100])
+
+    alone, _ = looped(None, 5)
+    first, count, _ = resumed(5)
+    assert count == 5 and {x.name for x in saved.iterdir()} == {"step-2", "step-4", "step-5"}
+    change(lambda path: shutil.copytree(saved / "step-2", path), "step-old", "step-", "step-06")
+    again, count, _ = resumed(5)
+    assert count == 0 and torch.equal(again, first)
+    for damaged in (["step-5/__1_0.distcp"], ["step-5/.metadata", "step-4/__0_0.distcp"]):
+        change(cut, *damaged)
+        losses, count, passed_over = resumed(5)
+        assert count == {1: 1, 2: 3}[len(damaged)], count
+        assert passed_over == (["5", "4"][: len(damaged)] if rank == 0 else [])
+        torch.testing.assert_close(losses, alone, rtol=0, atol=1e-5)
+    for steps, message in (
+        (3, "checkpoint .*step-5 has 5 steps; expected 3 or fewer"),
+        (5, "no checkpoint in .*damaged can be read; expected one that can"),
+    ):
+        refused(message, lambda steps=steps: resumed(steps))
+        change(cut, *(f"step-{n}/.metadata" for n in (2, 4, 5)))
 
 
 def interrupted_fit(folder):

@@ -33,10 +33,8 @@ OF_A_CALL = ("training", "keep_attention", "attn")  # attributes that are no par
 def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Save a model of `make_model` or `make_decoder` in a folder, from which `load_model` reads it.
 
-    The folder holds `model.safetensors`, the parameters and buffers, and `model.json`, the
-    arguments of the factory. Each file is written under another name and then renamed, so that a
-    save that is killed leaves the earlier model, or, between the two, files that `load_model`
-    refuses. Other files in the folder stay.
+    Each file is written under another name and then renamed: a save that is killed leaves the
+    earlier model, or, between the two, files that `load_model` refuses. Other files stay.
 
     Args:
         model: an `EncoderDecoder` or a `LanguageModel` that the factory has made, on any device, of
@@ -45,7 +43,7 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: the model was made otherwise, or has other modules than its factory makes (save
-            its `state_dict` and the code that builds it), is sharded, or has another dtype.
+            its `state_dict` then), is sharded, or has another dtype.
         TypeError: model is neither an EncoderDecoder nor a LanguageModel, folder is no path.
         OSError: the folder cannot be written.
     """
@@ -66,62 +64,55 @@ def load_model(
 ) -> EncoderDecoder | LanguageModel:
     """Build the model that `save_model` has saved in a folder, with its weights and their dtypes.
 
-    The model is in training mode, as a new one is: call `.eval()` before decoding. torch's
-    generator is left as it was. No code of the folder runs, and no model is built before the
-    shapes of its weights agree with those of the file.
-
-    Args:
-        folder: the folder that `save_model` has written.
-        device: the device of the model.
+    It is on the device, in training mode: call `.eval()` before decoding. torch's generator is
+    left as it was. No code of the folder runs, and no model is built before the shapes of its
+    weights agree with those of the file.
 
     Raises:
-        ValueError: the folder does not exist, is not one that `save_model` has written, is not
-            complete, has weights of another dtype than float32, float16, bfloat16 or float64, or
-            its files do not belong together; device is no device. Nothing is loaded.
+        ValueError: the folder is not one that `save_model` has written, is not complete, or its
+            files do not belong together; device is no device. Nothing is loaded.
         TypeError: folder is no path.
     """
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file
-
     path = _path(folder)
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device is {device!r}; expected a device: {error}") from error
+    try:
+        return _loaded(path).to(device)
+    except ValueError as error:
+        raise ValueError(f"folder {str(path)!r}: {error}") from error
+
+
+def _loaded(path: Path) -> EncoderDecoder | LanguageModel:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
     if not path.is_dir():
         kind = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"{_named(path)} {kind}; expected a folder that save_model wrote")
+        raise ValueError(f"it {kind}; expected a folder that save_model wrote")
     for name in (DESCRIPTION, WEIGHTS):
         if not (path / name).is_file():
-            raise ValueError(f"{_named(path)} has no {name}; expected one that save_model wrote")
+            raise ValueError(f"it has no {name}; expected one that save_model wrote")
     text = (path / DESCRIPTION).read_text(errors="replace")
     try:
         with safe_open(path / WEIGHTS, framework="pt") as file:
             copy = (file.metadata() or {}).get("description")
         tensors = load_file(path / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{_named(path)}: {WEIGHTS} is damaged: {error}") from error
+        raise ValueError(f"{WEIGHTS} is damaged: {error}") from error
     with torch.device("meta"):  # which allocates nothing
-        twin = _built(path, text, len(tensors))
+        twin = _built(text, len(tensors))
     if copy != text:
-        raise ValueError(
-            f"{_named(path)}: {WEIGHTS} does not belong to {DESCRIPTION}; expected the files of "
-            "one save_model"
-        )
-    given, wanted = ({n: x.shape for n, x in of.items()} for of in (tensors, _tensors(twin)))
-    if given != wanted:
-        name = sorted(n for n in {**given, **wanted} if given.get(n) != wanted.get(n))[0]
-        raise ValueError(
-            f"{_named(path)}: {name} has shape {_shape(given.get(name))} in {WEIGHTS}; "
-            f"expected {_shape(wanted.get(name))}, by the arguments in {DESCRIPTION}"
-        )
-    if wrong := _of_another_dtype(tensors):
-        raise ValueError(f"{_named(path)}: {wrong}")
-    model = _built(path, text, len(tensors))
+        expected = "expected the files of one save_model"
+        raise ValueError(f"{WEIGHTS} does not belong to {DESCRIPTION}; {expected}")
+    if wrong := _wrong(tensors, twin, f" in {WEIGHTS}"):
+        raise ValueError(wrong)
+    model = _built(text, len(tensors))
     for name, x in _tensors(model).items():
         # .data leaves shared weights shared; a clone is aligned, and outputs agree to the last bit.
         x.data = tensors[name].clone()
-    return model.to(device)
+    return model
 
 
 def _path(folder: str | os.PathLike[str]) -> Path:
@@ -131,61 +122,51 @@ def _path(folder: str | os.PathLike[str]) -> Path:
     return Path(folder)
 
 
-def _named(path: Path) -> str:
-    return f"folder {str(path)!r}"
-
-
-def _shape(shape: torch.Size | None) -> str:
-    return "none" if shape is None else str(list(shape))
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of the state dict by name; what modules share, by the first
-    of its names.
-    """
+    """Return what the state dict holds by name; what modules share, by the first of its names."""
     kept = model.state_dict().keys()
     buffers = {name: x for name, x in model.named_buffers() if name in kept}
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _of_another_dtype(tensors: dict[str, Tensor]) -> str | None:
-    """Return which tensor has a dtype that no model has, or None."""
+def _wrong(tensors: dict[str, Tensor], twin: nn.Module, where: str = "") -> str | None:
+    """Return which tensor has another shape than in the twin, or a dtype that no model has."""
+    shapes = [{n: list(x.shape) for n, x in of.items()} for of in (tensors, _tensors(twin))]
+    for name in sorted({**shapes[0], **shapes[1]}):
+        have, want = (of.get(name, "none") for of in shapes)
+        if have != want:
+            return f"{name} has shape {have}{where}; expected {want}, by the arguments"
     for name, x in tensors.items():
         if x.dtype not in FLOATING:
             return f"{name} has dtype {x.dtype}; expected float32, float16, bfloat16 or float64"
     return None
 
 
-def _built(path: Path, text: str, weights: int) -> EncoderDecoder | LanguageModel:
-    """Return a new model by the description of a file with so many weights, without a trace in
-    torch's generator.
-    """
+def _built(text: str, weights: int) -> EncoderDecoder | LanguageModel:
+    """Return a new model by a description, without a trace in torch's generator."""
     try:
         described = json.loads(text)
         if described["format"] != FORMAT:
             raise ValueError(f"format is {described['format']!r}; expected {FORMAT!r}")
-        factory, arguments = FACTORIES[described["factory"]], described["arguments"]
-        layers = arguments.get("N")
-        if isinstance(layers, int) and layers > weights:
-            raise ValueError(
-                f"N is {layers}; expected layers of the {weights} tensors in {WEIGHTS}"
-            )
+        arguments = described["arguments"]
+        if isinstance(N := arguments.get("N"), int) and weights < N:
+            raise ValueError(f"N is {N}; expected layers of the {weights} tensors in {WEIGHTS}")
         with torch.random.fork_rng(devices=[]):
-            model: Any = factory(**arguments)
+            model: Any = FACTORIES[described["factory"]](**arguments)
         if described.get("float64_rotary"):
             model.decoder.rotary.double()
         return model
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise ValueError(
-            f"{_named(path)}: {DESCRIPTION} is damaged, or save_model did not write it: {error!r}"
-        ) from error
+        message = f"{DESCRIPTION} is damaged, or save_model did not write it: {error!r}"
+        raise ValueError(message) from error
 
 
 def _description(model: Any) -> str:
     """Return the text of model.json, after a check that it gives this model again."""
     kinds = EncoderDecoder, LanguageModel
     require_instance("model", model, kinds, "an EncoderDecoder or a LanguageModel")
-    if any(backends.is_dtensor(x) for x in _tensors(model).values()):
+    tensors = _tensors(model)
+    if any(backends.is_dtensor(x) for x in tensors.values()):
         raise ValueError("model is sharded over devices; expected a model on one of them")
     if not hasattr(model, "_made"):
         raise ValueError(
@@ -195,11 +176,8 @@ def _description(model: Any) -> str:
     factory, arguments = model._made
     with torch.device("meta"):
         twin = FACTORIES[factory](**arguments)
-    difference = _difference(model, twin)
-    if difference is not None:
-        raise ValueError(f"model differs from what {factory} makes: {difference}")
-    if wrong := _of_another_dtype(_tensors(model)):
-        raise ValueError(f"model: {wrong}")
+    if wrong := _difference(model, twin) or _wrong(tensors, twin):
+        raise ValueError(f"model differs from what {factory} makes: {wrong}")
     described: dict[str, Any] = dict(format=FORMAT, factory=factory, arguments=arguments)
     rotary: Any = getattr(model.decoder, "rotary", None)
     if rotary is not None and rotary.table.dtype == torch.float64:
@@ -208,22 +186,15 @@ def _description(model: Any) -> str:
 
 
 def _difference(model: nn.Module, twin: nn.Module) -> str | None:
-    """Return what the factory makes otherwise, or None."""
+    """Return which module, or number of a module, is not that of the twin, or None."""
     ours, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (model, twin))
     for name in {**ours, **theirs}:
-        if name not in ours or name not in theirs:
-            where = "the model" if name in ours else "what the factory makes"
-            return f"{where} alone has a module {name}"
-        if type(ours[name]) is not type(theirs[name]):
-            return f"{name or 'model'} is a {type(ours[name]).__name__}"
-        for key, value in vars(theirs[name]).items():
+        have, want = ours.get(name), theirs.get(name)
+        if type(have) is not type(want):
+            kinds = [type(module).__name__ for module in (have, want)]
+            return f"{name or 'model'} is a {kinds[0]}; expected a {kinds[1]}"
+        for key, value in vars(want).items():
             plain = isinstance(value, (bool, int, float, str)) or value is None
-            given = vars(ours[name]).get(key)
-            if plain and key not in OF_A_CALL and given != value:
-                return f"{name}.{key} is {given!r}; expected {value!r}"
-    shapes = [{name: x.shape for name, x in _tensors(m).items()} for m in (model, twin)]
-    for name in {**shapes[0], **shapes[1]}:
-        if shapes[0].get(name) != shapes[1].get(name):
-            have, want = (_shape(of.get(name)) for of in shapes)
-            return f"{name} has shape {have}; expected {want}"
+            if plain and key not in OF_A_CALL and vars(have).get(key) != value:
+                return f"{name}.{key} is {vars(have).get(key)!r}; expected {value!r}"
     return None

@@ -128,7 +128,7 @@ CHANGES = {
     ),
     "deeper": (
         lambda m: m.encoder.layers.append(copy.deepcopy(m.encoder.layers[0])),
-        "the model alone has a module encoder.layers.2",
+        "encoder.layers.2 is a EncoderLayer; expected a NoneType",
     ),
     "epsilon": (
         lambda m: setattr(m.decoder.norm, "eps", 1e-3), "decoder.norm.eps is 0.001; expected 1e-06"
@@ -147,7 +147,7 @@ CHANGES = {
     ),
     "complex numbers": (
         lambda m: setattr(m.decoder.norm.weight, "data", m.decoder.norm.weight.data.cfloat()),
-        "model: .* has dtype torch.complex64; expected float32, float16,",
+        "model .* has dtype torch.complex64; expected float32, float16,",
     ),
     "shared": (
         lambda m: setattr(m.decoder.layers[0].self_attn.linears[0], "weight",

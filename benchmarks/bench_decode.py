@@ -2,10 +2,9 @@
 
 Attention reads keys and values of bfloat16 [B, 8, S, 128] (float32 on a CPU), with 1, 4 or 16 query
 heads to a head of the cache, S by the size of the cache. `triton` is the kernel that splits the
-keys, `paged` the same over pages of 64 keys in any order, and `read` no attention but two sums over
-the cache: its GB/s are what this GPU can read. flash-attn's is its kernel for caches, FlexAttention
-has one of its own for few queries. All rows are full, and the kernels of fastformer are given their
-lengths, as a cache does.
+keys, and `read` no attention but two sums over the cache: its GB/s are what this GPU can read.
+flash-attn's is its kernel for caches, FlexAttention has one of its own for few queries. All rows
+are full, and the kernels of fastformer are given their lengths, as a cache does.
 
 FLOPs: 4 B H S D. Least bytes: the keys and values once, and the query and output.
 
@@ -19,18 +18,16 @@ import time
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import FORCED, GPU, ON_CACHES, available, flash_attn, sdpa
+from benchmarks.peers import FORCED, GPU, available, flash_attn, sdpa
 from benchmarks.report import STAND_IN
 
 CACHE_HEADS, DIM = 8, 128
 SIZES = [16, 64, 256, 1024, 4096] if GPU else [1]  # MB
 BATCHES, GROUPS = ([1, 8, 64], [1, 4, 16]) if GPU else ([1, 4], [1, 4])
 PROVIDERS = available("torch", *FORCED, "flash-attn", "flash-attn 3", "flex")
-PROVIDERS += available("triton", *ON_CACHES, *([] if GPU else ["reference"]))
-PAGE = 64
+PROVIDERS += available("triton", "read", *([] if GPU else ["reference"]))
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -46,10 +43,7 @@ def test_attention_of_one_query(measure, request, device, dtype, megabytes, batc
     shape = batch, CACHE_HEADS, length, DIM
     key, value = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
     lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
-    if provider == "paged":
-        attend, key, value = _paged(key, value, lengths)
-    else:
-        attend = _attention(provider, lengths)
+    attend = _attention(provider, lengths)
     measure(
         torch.no_grad()(lambda: attend(query, key, value)),
         group=f"attention of one query, {megabytes} MB, B={batch}, H/G={group}",
@@ -59,29 +53,6 @@ def test_attention_of_one_query(measure, request, device, dtype, megabytes, batc
         length=length,
         head_dim=DIM,
     )
-
-
-def _paged(key, value, lengths):
-    """Return attention over pages, (query, pages of keys, of values) -> output, and the pages."""
-    batch, heads, length, _ = key.shape
-    blocks = -(-length // PAGE)
-    order = torch.randperm(batch * blocks, device=key.device)
-
-    def in_pages(x):
-        x = F.pad(x, (0, 0, 0, blocks * PAGE - length)).transpose(1, 2)
-        pages = torch.empty(batch * blocks, PAGE, heads, DIM, device=x.device, dtype=x.dtype)
-        pages[order] = x.reshape(pages.shape)
-        return pages
-
-    table = order.view(batch, blocks).int()
-
-    def attend(query, key_pages, value_pages):
-        with ff.use_backend("triton"):
-            return ff.paged_attention(
-                query, key_pages, value_pages, table, lengths, causal_alignment="bottom_right"
-            )
-
-    return attend, in_pages(key), in_pages(value)
 
 
 def _attention(provider, lengths):

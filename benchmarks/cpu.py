@@ -256,7 +256,7 @@ def vit(trains: bool) -> tuple[Call, Call]:
 D_MODEL, LAYERS, HEADS, VOCAB, PROMPT, LENGTH = 256, 4, 4, 1000, 16, 80
 
 
-def decoding(page_size: int | None = None) -> tuple[Call, Call]:
+def decoding() -> tuple[Call, Call]:
     """Greedy decoding of one sequence, by models of the same size with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -270,7 +270,7 @@ def decoding(page_size: int | None = None) -> tuple[Call, Call]:
     theirs = GPT2LMHeadModel(config).eval()
     prompt = torch.randint(1, VOCAB, (1, PROMPT))
     kept = torch.ones_like(prompt)
-    cache = ff.DecoderCache(LENGTH, page_size=page_size)
+    cache = ff.DecoderCache(LENGTH)
     return (
         lambda: ff.greedy_decode(model, prompt, None, LENGTH, cache=cache),
         lambda: theirs.generate(
@@ -403,7 +403,6 @@ CASES = [
         "fastformer, half of the tokens padding", lambda: without_padding(False), False,
     ),
     Case("decoding 64 tokens, batch 1, d=256, 4 layers", GPT_2, decoding, False),
-    Case("the same with a paged cache", GPT_2, lambda: decoding(16), False),
     Case("attention of one query to 1 MB of cache, with lengths", "torch's op", one_query),
     Case("attention, 16 x 16", "torch's op", attention),
     Case("attention, 16 x 16, boolean mask", "torch's op", lambda: attention("mask")),

@@ -50,9 +50,9 @@ PACKAGES = {
     "flash-attn": "flash_attn",
     "flash-attn 3": "flash_attn_interface",
 }
-ON_CACHES = ["paged", "read"]
+
 ON_GPU = dict.fromkeys(
-    ["packed", "cudnn", "flash", "efficient", "addmm_activation", *PACKAGES, *ON_CACHES],
+    ["packed", "cudnn", "flash", "efficient", "addmm_activation", *PACKAGES, "read"],
     "needs a GPU",
 ) | {
     **dict.fromkeys(

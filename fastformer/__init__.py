@@ -11,7 +11,6 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
 from fastformer.batch_invariance import batch_invariant
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import DecoderCache
-from fastformer.cache.paged import PagedKVCache
 from fastformer.decoding.search import (
     Hypotheses,
     beam_search,
@@ -57,7 +56,6 @@ from fastformer.ops.functional import (
     linear_cross_entropy,
     linear_kl_div,
     packed_attention,
-    paged_attention,
     rms_norm,
     rotary_embedding,
     scaled_dot_product_attention,
@@ -97,7 +95,6 @@ __all__ = [
     "LayerNorm",
     "MultiHeadedAttention",
     "Packing",
-    "PagedKVCache",
     "PositionalEncoding",
     "PositionwiseFeedForward",
     "RMSNorm",
@@ -135,7 +132,6 @@ __all__ = [
     "make_optimizer",
     "packed_attention",
     "pad",
-    "paged_attention",
     "rate",
     "register_transformers",
     "restore",

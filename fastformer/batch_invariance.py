@@ -30,7 +30,7 @@ _open = threading.local()  # `contexts` of this thread, the innermost last
 
 class batch_invariant:
     """A context in which the results of a sequence or a row do not depend on the batch: it has the
-    same bits alone, in any batch, packed or paged, and prefilled in chunks of any size.
+    same bits alone, in any batch, packed or not, and prefilled in chunks of any size.
 
         with ff.batch_invariant():
             model(tokens)

@@ -19,15 +19,14 @@ def _attention(x: dict[str, Any]) -> int:
     if "projected" in x:
         query, key, value = parts(x["projected"], x["memory"], x["heads"], x["order"])
     else:
-        query, key, value = (x[n if n in x else n + "_pages"] for n in ("query", "key", "value"))
+        query, key, value = (x[n] for n in ("query", "key", "value"))
     if "max_q" in x:
         both = [x["cu_seqlens_" + n] for n in "qk"]
         pairs = (len(both[0]) - 1) * x["max_q"] * x["max_k"]
         if type(both[0]) is torch.Tensor and not both[0].is_meta:  # the lengths are known
             pairs = int((both[0].diff() * both[1].diff()).sum())
     else:
-        columns = x["block_table"].shape[1] * key.shape[1] if "block_table" in x else key.shape[2]
-        pairs = query.shape[0] * query.shape[2] * columns
+        pairs = query.shape[0] * query.shape[2] * key.shape[2]
     of_keys, of_values = (3, 2) if "grad_output" in x else (1, 1)
     return 2 * query.shape[1] * pairs * (of_keys * query.shape[-1] + of_values * value.shape[-1])
 
@@ -50,7 +49,7 @@ def _linear_loss(x: dict[str, Any]) -> int:
 
 
 # From the arguments of <op>, joint_<op> or <op>_backward by name.
-_ATTENTION = "scaled_dot_product_attention", "packed_attention", "paged_attention"
+_ATTENTION = "scaled_dot_product_attention", "packed_attention"
 _FORMULAS = dict.fromkeys(_ATTENTION, _attention)
 _FORMULAS |= dict.fromkeys(("feed_forward", "geglu", "swiglu"), _feed_forward)
 _FORMULAS |= dict.fromkeys(("linear_cross_entropy", "linear_kl_div"), _linear_loss)

@@ -175,33 +175,6 @@ def packed_attention(draw):
     return tensors, options
 
 
-def paged_attention(draw):
-    """The keys and values of a call without pages, cut into pages that lie in any order."""
-    tensors, options = scaled_dot_product_attention(draw, whole=True)
-    for name in ("dropout_p", "dropout_seed", "enable_gqa"):
-        options.pop(name, None)
-    batch, _, columns, _ = tensors["key"].shape
-    blocks, page = -(-columns // 16), 16
-    for name in ("attn_mask", "bias"):  # of the keys that fill the blocks
-        if name in tensors and tensors[name].shape[-1:] not in ((), (1,)):
-            x = tensors[name]
-            fill = x.new_ones if x.dtype == torch.bool else x.new_zeros
-            more = fill(*x.shape[:-1], blocks * page - columns)
-            tensors[name] = torch.cat([x, more], -1)
-    lengths = tensors.pop("key_lengths", None)
-    if lengths is None:
-        lengths = draw.integers(columns, columns + 1, batch)
-    order = draw.random.permutation(batch * blocks)
-    for name in ("key", "value"):
-        x = tensors.pop(name)
-        pages = x.new_full((batch, blocks * page, *x.shape[1::2]), math.nan)
-        pages[:, :columns] = x.transpose(1, 2)
-        pages = pages.view(-1, page, *x.shape[1::2])
-        tensors[f"{name}_pages"] = torch.empty_like(pages).index_copy_(
-            0, torch.tensor(order, device=x.device), pages
-        )
-    table = torch.tensor(order, dtype=torch.int32, device=lengths.device).view(batch, blocks)
-    return {**tensors, "block_table": table, "key_lengths": lengths}, options
 
 
 def norm(draw, *names):
@@ -378,7 +351,6 @@ DRAWN = [
     scaled_dot_product_attention,
     attention_weights,
     packed_attention,
-    paged_attention,
     layer_norm,
     rms_norm,
     dropout_add_layer_norm,
@@ -401,9 +373,7 @@ def drawn(case, draw):
     """
     tensors, options = case(draw)
     floating = [n for n, x in tensors.items() if x is not None and x.is_floating_point()]
-    if case is paged_attention:  # it has no gradient
-        floating = []
-    elif draw.often(0.3):
+    if draw.often(0.3):
         some = 1 + draw.random.integers(len(floating))
         floating = [floating[n] for n in sorted(draw.random.permutation(len(floating))[:some])]
     return tensors, options, floating

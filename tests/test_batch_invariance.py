@@ -397,8 +397,8 @@ def _attention(random, b, h, g, s, d, dtype, sinks=False, alibi=False, **options
     return [query, key, value], options
 
 
-def _check_attention(random, lengths, h, g, d, cuts, page, dtype, **options):
-    """A batch with lengths against each sequence alone, packed, in chunks, decoded, and in pages,
+def _check_attention(random, lengths, h, g, d, cuts, dtype, **options):
+    """A batch with lengths against each sequence alone, packed, in chunks, and decoded,
     where what stands behind the lengths is NaN.
     """
     b, s = len(lengths), max(lengths)
@@ -433,22 +433,13 @@ def _check_attention(random, lengths, h, g, d, cuts, page, dtype, **options):
         for i, n in enumerate(lengths):
             x[i, :, n:] = float("nan")
     assert torch.equal(attend(query, *caches, key_lengths=ends, **late), last)
-    blocks = -(-s // page)
-    order = torch.randperm(b * blocks, device=device)
-    pages = []
-    for x in caches:
-        x = F.pad(x, (0, 0, 0, blocks * page - s), value=float("nan"))
-        pages.append(torch.empty(b * blocks, page, g, d, dtype=dtype, device=device))
-        pages[-1][order] = x.transpose(1, 2).reshape(-1, page, g, d)
-    paged = ff.paged_attention(query, *pages, order.view(b, blocks).int(), ends, **late)
-    assert torch.equal(paged, last)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_attention(kernels, random, case, dtype):
     with ff.batch_invariant():
-        given = (37, 1, 20), 4, 2, 16, (1, 2, 17, 30), 16, dtype
+        given = (37, 1, 20), 4, 2, 16, (1, 2, 17, 30), dtype
         _check_attention(random, *given, **OPTIONS[case])
 
 
@@ -468,7 +459,7 @@ def test_attention_of_any_sizes(device, random, seed):
     g, d = draw(1, 2), 8 * draw(1, 6)
     dtype = [torch.float32, torch.float16, torch.bfloat16][seed % 3]
     with ff.use_backend("triton"), ff.batch_invariant():
-        _check_attention(random, lengths, g * draw(1, 2), g, d, cuts, 16 << draw(0, 2), dtype)
+        _check_attention(random, lengths, g * draw(1, 2), g, d, cuts, dtype)
 
 
 def test_attention_with_masks(kernels, random):
@@ -562,8 +553,7 @@ def test_gradients_of_attention(kernels, random, dtype):
 # ----------------------------------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize("paged", [None, 16])
-def test_a_language_model(device, paged):
+def test_a_language_model(device):
     """Alone, in a batch, packed, prefilled in chunks, and token by token."""
     pytest.importorskip("triton")
     model = ff.make_decoder(vocab=50, N=1, d_model=32, d_ff=48, h=4).to(device).eval()
@@ -576,7 +566,7 @@ def test_a_language_model(device, paged):
         packed = ff.pad(model.decoder(tokens_of_all, packing), packing)
         for i, n in enumerate(lengths):
             assert torch.equal(packed[i, :n], whole[i, :n])
-        cache = ff.DecoderCache(32, page_size=paged)
+        cache = ff.DecoderCache(32)
         edges = itertools.pairwise([0, 5, *range(16, 22)])
         parts = [model(tokens[:, a:b], cache=cache) for a, b in edges]
         assert torch.equal(torch.cat(parts, 1), whole)

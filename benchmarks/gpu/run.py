@@ -150,7 +150,7 @@ def _last(part: Part, option: str) -> str:
 COMMAND = [sys.executable, "-m", "fastformer"]
 PEERS = r"torch|cudnn|flash|efficient|compile|liger|quack|flash-attn( 3)?|triton|packed|torch fused"
 EPOCH = "torch|auto|cuda_graph"
-ON_CACHES = r"torch|cudnn|flash|efficient|flash-attn( 3)?|triton|paged|read"
+ON_CACHES = r"torch|cudnn|flash|efficient|flash-attn( 3)?|triton|read"
 MORE_CASES = r"padding-d64|bias-d64|window-d64"
 FLEX_CASES = "plain-d64|causal-d64|padding-d64"
 COMPILED = "flex|compile|reduce-overhead"  # providers that torch.compile makes

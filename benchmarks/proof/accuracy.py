@@ -57,7 +57,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CONDITIONS = ("benign", "ill")
 OURS = ("reference", "triton")
-UNDIFFERENTIATED = ("paged_attention",)
 CONSTANT = ("cos", "sin", "teacher_input", "teacher_weight", "teacher_bias")  # without a gradient
 
 Tensors = dict[str, Tensor]
@@ -103,21 +102,6 @@ def _packed(
     tokens = {name: t[0].transpose(0, 1).contiguous() for name, t in x.items()}
     given = {name: x() for name, x in more.items()}
     return {**tokens, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, **given}
-
-
-def _paged(
-    ill: bool, dtype: torch.dtype, b: int, h: int, g: int, d: int, lengths: Sequence[int]
-) -> Tensors:
-    page = 64
-    blocks = -(-max(lengths) // page)
-    x = _qkv(ill, dtype, b, h, 1, blocks * page, d, g)
-    order = torch.randperm(b * blocks)
-    pages = {}
-    for name in ("key", "value"):
-        pages[f"{name}_pages"] = torch.empty(b * blocks, page, g, d)
-        pages[f"{name}_pages"][order] = x[name].transpose(1, 2).reshape(-1, page, g, d)
-    table = order.view(b, blocks).int()
-    return dict(query=x["query"], **pages, block_table=table, key_lengths=torch.tensor(lengths))
 
 
 def _norm(ill: bool, dtype: torch.dtype, rows: int, n: int) -> Tensors:
@@ -253,10 +237,6 @@ CASES = [
         "packed_attention", "63 + 1 + 200, D 64, block mask",
         partial(_packed, **_PACKED_BLOCKS), ((63, 1, 200), 2, 64), {"max_q": 200, "max_k": 200},
     ),
-    Case(
-        "paged_attention", "one query, pages of 64, D 64, grouped heads",
-        _paged, (2, 8, 2, 64, (300, 37)), {"causal_alignment": "bottom_right", **_CAUSAL},
-    ),
     Case("layer_norm", "37 x 100", _norm, (37, 100)),
     Case("layer_norm", "512 x 512", _norm, (512, 512), {}, False),
     Case("layer_norm", "5 x 20000", _norm, (5, 20000), {}, False),
@@ -334,11 +314,7 @@ def by_tutorial(op: str, input: Tensor, unbiased: bool, **parameters: Any) -> Te
 def results(
     function: Callable[..., Tensor], case: Case, tensors: Tensors, dtype: torch.dtype
 ) -> Tensors:
-    """Return the output and the gradient of each floating tensor, for a cotangent in `dtype`; the
-    output alone of an op without a gradient.
-    """
-    if case.op in UNDIFFERENTIATED:
-        return {"output": function(case.op, **tensors, **case.options)}
+    """Return the output and the gradient of each floating tensor, for a cotangent in `dtype`."""
     leaves = {
         n: x.detach().requires_grad_()
         for n, x in tensors.items()

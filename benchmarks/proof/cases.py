@@ -82,10 +82,6 @@ DECODED: dict[str, dict[str, Any]] = {
         "queries": 4, "window": [1024, 0], "alibi": True, "softcap": 50.0,
         "alignment": "bottom_right",
     },
-    "pages of 16": {"page": 16},
-    "pages of 128, causal": {
-        "page": 128, "queries": 4, "causal": True, "alignment": "bottom_right",
-    },
 }  # fmt: skip
 
 
@@ -95,7 +91,7 @@ def _facts(op: str, size: int, kind: str) -> Case:
     if op == "attention":
         return {"length": 4096, "dropout": drop, **NOTHING, **MASKS[kind.removesuffix(", dropout")]}
     if op == "decode":
-        return {"length": 4096, "queries": 1, "page": 0, **NOTHING, **DECODED[kind]}
+        return {"length": 4096, "queries": 1, **NOTHING, **DECODED[kind]}
     if op == "feed_forward":
         return {"activation": words[0], "dropout": drop}
     if op == "gated_activation":
@@ -166,7 +162,6 @@ _add("sm_90", "attention", "fp32", (64, 128), ["causal"])
 _add("sm_90", "decode", "bf16", (128,), DECODED)
 _add("sm_90", "decode", "bf16", (64, 256, 512), [_CAUSAL, "key mask"])
 _add("sm_80", "decode", "bf16", (512,), [_CAUSAL])
-_add("sm_90", "decode", "fp32", (128,), ["pages of 16"])
 for _arch in ("sm_80", "sm_90", "sm_100"):
     _add(_arch, "decode", "fp16", (128,), [_CAUSAL])
     _add(_arch, "decode", "fp32", (64,), [_CAUSAL])
@@ -202,7 +197,6 @@ for _op, _dtype in (("geglu", "bf16"), ("geglu", "fp32"), ("swiglu", "bf16")):
 _add("sm_90", "gated_activation", "bf16", (4096,), ["", "limit"])
 for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "other"):
     _add(_arch, "decode", "bf16", (128, 256), [_CAUSAL])
-    _add(_arch, "decode", "bf16", (128,), ["pages of 16"])
     _add(_arch, "decode", "fp32", (128, 256), [_CAUSAL])
 for _arch in ("sm_80", "sm_89", "sm_100", "sm_120", "gfx942", "gfx90a", "other"):
     if _arch != "gfx90a":

@@ -349,22 +349,17 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
 
 
 def call_decode(case: dict[str, Any], recorder: Recorder) -> None:
-    """Few queries to many keys, of 32 heads in 8 groups at batch 1; `page`: in pages."""
+    """Few queries to many keys, of 32 heads in 8 groups at batch 1."""
     heads, groups, length, queries = 32, 8, case["length"], case["queries"]
-    dtype, d, page = DTYPES[case["dtype"]], case["d"], case["page"]
+    dtype, d = DTYPES[case["dtype"]], case["d"]
     query = empty(1, heads, queries, d, dtype=dtype)
     shapes = {"key": (1, 1, 1, length), "2d": (1, 1, queries, length)}
-    lengths = empty(1, dtype=torch.int32) if case["lengths"] or page else None
+    lengths = empty(1, dtype=torch.int32) if case["lengths"] else None
     mask, bias = given(case, "mask", shapes), given(case, "bias", shapes)
     options = described(case, heads, mask, bias, key_lengths=lengths)
-    if page:
-        pages = (empty(length // page, page, groups, d, dtype=dtype) for _ in range(2))
-        table = empty(1, length // page, dtype=torch.int32)
-        attention.paged_forward(*pack([query, *pages, table, options]), False)
-    else:
-        keys = (empty(1, groups, length, d, dtype=dtype) for _ in range(2))
-        with batch_invariant() if case.get("invariant") else contextlib.nullcontext():
-            attention.forward(*pack([query, *keys, options]), False)
+    keys = (empty(1, groups, length, d, dtype=dtype) for _ in range(2))
+    with batch_invariant() if case.get("invariant") else contextlib.nullcontext():
+        attention.forward(*pack([query, *keys, options]), False)
 
 
 def both(module: Any, prefix: str, arguments: tuple[Any, ...], needs: list[bool]) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.memory import MemoryCache
-from fastformer.cache.paged import PagedKVCache, require_page_size
 from fastformer.checks import require_size, require_tensor, wrong_shape
 
 
@@ -22,10 +21,10 @@ class LayerCache:
         memory: the MemoryCache of the layer's cross-attention.
     """
 
-    def __init__(self, capacity: int, page_size: int | None, pages: int | None) -> None:
-        self.own: KVCache | PagedKVCache | None = None
+    def __init__(self, capacity: int) -> None:
+        self.own: KVCache | None = None
         self.memory = MemoryCache()
-        self._capacity, self._page_size, self._pages = capacity, page_size, pages
+        self._capacity = capacity
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Append to `own` as `KVCache.append` does."""
@@ -35,30 +34,18 @@ class LayerCache:
                 require_tensor(name, x)
                 if x.dim() != 4:
                     raise wrong_shape(name, x, "[B, G, n, D]")
-            own = self._made(key, value.shape[3])
+            batch, heads, _, dim = key.shape
+            like: dict[str, Any] = dict(dtype=key.dtype, device=key.device)
+            own = KVCache(batch, heads, self._capacity, dim, value.shape[3], **like)
         own.append(key, value)
         self.own = own
 
     def reorder(self, index: Tensor, same_memory: bool = False) -> None:
         """Reorder both as `KVCache.reorder` does; same_memory=True leaves `memory` as it is."""
-        own = self.own
-        if own is not None:
-            rows = len(own.lengths)
-            own.reorder(index)
-            if isinstance(own, PagedKVCache) and self._pages is None and len(index) > rows:
-                own.add_pages((len(index) - rows) * own.block_table.shape[1])
+        if self.own is not None:
+            self.own.reorder(index)
         if not same_memory:
             self.memory.reorder(index)
-
-    def _made(self, key: Tensor, value_dim: int) -> KVCache | PagedKVCache:
-        batch, heads, _, dim = key.shape
-        like: dict[str, Any] = dict(dtype=key.dtype, device=key.device)
-        if self._page_size is None:
-            return KVCache(batch, heads, self._capacity, dim, value_dim, **like)
-        blocks = -(-self._capacity // self._page_size)
-        pages = batch * blocks if self._pages is None else self._pages
-        form = pages, self._page_size, heads, dim, value_dim
-        return PagedKVCache(*form, batch=batch, blocks=blocks, **like)
 
     @property
     def longest(self) -> int:
@@ -82,36 +69,23 @@ class DecoderCache:
 
     Args:
         capacity: positions of a row, including the prompt.
-        page_size: if given, each layer has a `PagedKVCache` with pages of this size, else a
-            `KVCache`.
-        pages: pages of a layer; by default as many as all rows need at full capacity.
 
     Attributes:
         layers: the `LayerCache` of each layer that has run.
 
-    Raises ValueError if a size is below 1, page_size is not one that `PagedKVCache` takes, or pages
-    is given without page_size, TypeError if one of them is not an int.
+    Raises ValueError if capacity is below 1, TypeError if it is not an int.
     """
 
-    def __init__(
-        self, capacity: int, *, page_size: int | None = None, pages: int | None = None
-    ) -> None:
+    def __init__(self, capacity: int) -> None:
         [capacity] = require_size(capacity=capacity)
-        if page_size is not None:
-            page_size = require_page_size(page_size)
-        if pages is not None:
-            [pages] = require_size(pages=pages)
-            if page_size is None:
-                raise ValueError(f"pages is {pages} and page_size None; expected both or neither")
         self.capacity = capacity
-        self._pages = page_size, pages
         self.layers: list[LayerCache] = []
         self.graph: object = None  # the CUDA graph of a step, kept for the next call
 
     def layer(self, i: int) -> LayerCache:
         """Return the caches of layer i, created on first use."""
         while len(self.layers) <= i:
-            self.layers.append(LayerCache(self.capacity, *self._pages))
+            self.layers.append(LayerCache(self.capacity))
         return self.layers[i]
 
     @property
@@ -178,5 +152,5 @@ class DecoderCache:
                 if x is not None:
                     yield x
 
-    def _own(self) -> Iterator[KVCache | PagedKVCache]:
+    def _own(self) -> Iterator[KVCache]:
         return (layer.own for layer in self.layers if layer.own is not None)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.cache.rows import AttendedCache, require_rows
+from fastformer.cache.contiguous import AttendedCache, require_rows
 
 
 class MemoryCache(AttendedCache):

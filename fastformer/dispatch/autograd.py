@@ -21,8 +21,6 @@ output, the gradient of its one input for grad_x = 1; if it is False, that outpu
 `fastformer::<op>_backward_` turns this gradient in place into the one for the actual `grad_x`. This
 happens only if the graph is not retained, because it works once. `ahead` is False while tracing.
 
-An op without a backward has no gradient, and the caller gets all of its outputs.
-
 With create_graph=True, the gradient is computed by the reference instead, so that it can be
 differentiated again: by the `reference` of the op's record, given the saved inputs, or by its
 `reference_backward`, given the arguments of the backward, if these do not include all inputs. If an
@@ -57,17 +55,8 @@ class _Pair:
         # The fields of `Attention`, which are separate arguments in a schema.
         described = Attention._fields[0] in self.arguments
         self.fields = [n for n in self.arguments if described and n in Attention._fields]
-        self.outputs, self.n_outputs = outputs, len(outputs)
-        self.grads: list[int] = []
-        self.backward: Any = None
-        backward = getattr(torch.ops.fastformer, op + "_backward", None)
-        if backward is not None:
-            self.read_backward(backward.default, outputs)
-
-    def read_backward(self, backward: Any, outputs: list[str]) -> None:
-        """Read the schema of the backward, given the names of the forward's outputs."""
-        op, self.backward = self.op, backward
-        self.wanted = wanted = [a.name for a in backward._schema.arguments]
+        self.backward: Any = getattr(torch.ops.fastformer, op + "_backward").default
+        self.wanted = wanted = [a.name for a in self.backward._schema.arguments]
         grads = [r.name.removeprefix("grad_") for r in self.backward._schema.returns]
 
         differentiable = [i for i, name in enumerate(outputs) if "grad_" + name in wanted]

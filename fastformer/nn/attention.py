@@ -14,7 +14,6 @@ from fastformer import checks
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
-from fastformer.cache.paged import PagedKVCache
 from fastformer.description import PADDED_OPTIONS
 from fastformer.eager import may_read
 from fastformer.mask_tiles import BlockMask
@@ -176,7 +175,7 @@ class MultiHeadedAttention(AliasedModule):
         causal_alignment: str = "top_left",
         alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
-        cache: KVCache | PagedKVCache | LayerCache | MemoryCache | None = None,
+        cache: KVCache | LayerCache | MemoryCache | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         query_packing: Packing | None = None,
         dropout_seed: int | Tensor | None = None,
@@ -195,11 +194,11 @@ class MultiHeadedAttention(AliasedModule):
             key_lengths: as in `scaled_dot_product_attention`; not for a packed batch.
             is_causal, window, causal_alignment, alibi_slopes, softcap: as in
                 `scaled_dot_product_attention`.
-            cache: a `KVCache` or `PagedKVCache`, to which the projected keys and values are
-                appended. The queries then attend to all S positions of the cache, causally and with
-                the last query aligned with the last key, whatever is_causal is; key_lengths must be
-                None, as the cache knows them. A `MemoryCache` keeps the projected keys and values
-                of its first call; later calls pass the same key and value again, or None.
+            cache: a `KVCache`, to which the projected keys and values are appended. The queries
+                then attend to all S positions of the cache, causally and with the last query
+                aligned with the last key, whatever is_causal is; key_lengths must be None, as the
+                cache knows them. A `MemoryCache` keeps the projected keys and values of its first
+                call; later calls pass the same key and value again, or None.
             rotary: (cos, sin) of the positions of query and key, which are as long, as
                 `rotary_embedding` takes them and `RotaryEmbedding` returns them. The keys in a
                 cache are rotated already.
@@ -270,7 +269,7 @@ class MultiHeadedAttention(AliasedModule):
         inputs: dict[str, Tensor],
         mask: Tensor | BlockMask | Packing | None,
         options: dict[str, Any],
-        cache: KVCache | PagedKVCache | LayerCache | MemoryCache,
+        cache: KVCache | LayerCache | MemoryCache,
         rotary: tuple[Tensor, Tensor] | None,
         stream: ResidualStream | None,
     ) -> Tensor:
@@ -488,7 +487,7 @@ def _require_cache(
     rotary: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Require a cache, and no argument that does not go with it."""
-    if not isinstance(cache, (KVCache, PagedKVCache, LayerCache, MemoryCache)):
+    if not isinstance(cache, (KVCache, LayerCache, MemoryCache)):
         raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache or None")
     if isinstance(mask, Packing):
         raise ValueError("mask is a Packing together with a cache; expected a tensor or None")

@@ -28,8 +28,7 @@ def calls(
     """Yield (op, arguments) of calls with B sequences of S tokens, H heads of D features, and V
     classes. gradient: the inputs require gradients, but for decoding, which has none.
     """
-    N, G, page = H * D, max(1, H // 4), 16
-    count = -(-S // page)  # pages of the keys of a sequence
+    N, G = H * D, max(1, H // 4)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         x = torch.randn(shape, device=device) * scale
@@ -58,13 +57,10 @@ def calls(
     packed: Arguments = {n: normal(B * S, H, D) for n in ("query", "key", "value")}
     packed |= dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=S, max_k=S)
     yield "packed_attention", dict(packed, is_causal=True)
-    one = dict(key_lengths=lengths, is_causal=True, causal_alignment="bottom_right")
     with torch.no_grad():
         cached = {name: x.detach() for name, x in zip(("key", "value"), (heads(G, S), heads(G, S)))}
-        yield attention, dict(query=heads(H, 1), **cached, enable_gqa=G != H, **one)
-        pages = {f"{n}_pages": normal(B * count, page, G, D).detach() for n in ("key", "value")}
-        table = torch.arange(B * count, device=device, dtype=torch.int32).view(B, -1)
-        yield "paged_attention", dict(query=heads(H, 1), **pages, block_table=table, **one)
+        one = dict(is_causal=True, causal_alignment="bottom_right", enable_gqa=G != H)
+        yield attention, dict(query=heads(H, 1), **cached, key_lengths=lengths, **one)
 
     angles = torch.randn(S, D // 2, device=device).repeat(1, 2)
     rotated = dict(query=heads(H, S), key=heads(G, S), cos=angles.cos(), sin=angles.sin())

@@ -5,7 +5,6 @@
 from fastformer.ops.attention.contract import (
     attention_weights,
     packed_attention,
-    paged_attention,
     scaled_dot_product_attention,
 )
 from fastformer.ops.embedding.contract import embed

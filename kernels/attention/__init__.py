@@ -6,7 +6,7 @@ and packed batches.
     scores.py           the groups that arguments come in; sequences, heads, the band, the scores
     forward.py          the forward kernel
     bounds.py           which tiles a mask leaves, read from the mask once
-    decode.py           split-KV: the forward for few queries, which splits the keys; paged keys
+    decode.py           split-KV: the forward for few queries, which splits the keys
     hopper.py           a forward for Hopper in Gluon, where exponentials run beside products
     hopper_parts.py     its layouts, barriers and descriptors
     hopper_work.py      the tiles that its programs walk, and their shared memory

@@ -9,8 +9,6 @@ weighted sum o_s of the values, the sum l_s of the weights and the maximum m_s o
 always in the same order, so that the result is deterministic. The query heads that share a
 key-value head share a tile, so that each key is read once: row r of the tile is query r // heads of
 head r % heads.
-
-The keys may lie in the pages of a cache, which a table lists for each sequence.
 """
 
 from __future__ import annotations
@@ -35,38 +33,11 @@ from .scores import (
 )
 
 
-class PagedInputs(NamedTuple):
-    """Pointers to query [B, H, Sq, D], to keys and values [B, G, Sk, D] and [B, G, Sk, DV], or in
-    pages [P, page, G, D] and [P, page, G, DV], and to the table [B, blocks] of their pages.
-    """
-
-    query: Any
-    key: Any
-    value: Any
-    table: Any
-
-
 class Split(NamedTuple):
     """How the work is divided among programs."""
 
     heads: Any  # query heads of one tile, which share their keys
     parts: Any  # parts of the keys, with one program each
-
-
-class Paging(NamedTuple):
-    """The sizes and strides of the pages."""
-
-    pages: Any  # how many there are
-    blocks: Any  # entries of the table for a sequence
-    key_page: Any  # the stride from one page of keys to the next
-    value_page: Any  # and of values
-
-
-class Pages(NamedTuple):
-    """The pages of one sequence."""
-
-    table: Any  # pointer to its entries
-    paging: Any
 
 
 @triton.jit
@@ -92,7 +63,6 @@ def split_kernel(
     band,
     factors,
     split,
-    paging,
     tile: tl.constexpr,
     has: tl.constexpr,
 ):
@@ -119,14 +89,13 @@ def split_kernel(
     q = load_rows(base, places, 1, None, tile.dim, tile.dim_block, False)
     k_base = inputs.key + b * strides.key_batch + g * strides.key_head
     v_base = inputs.value + b * strides.value_batch + g * strides.value_head
-    pages = Pages(inputs.table + b * paging.blocks, paging)
     call = prepare_call(optional, strides, sizes, band, factors, has)
     head = locate_head(call, sequence, batch_head, b, first, 0, tile, has)
     rows = locate_head(call, sequence, batch_head, b, h[:, None], 0, tile, has)
     mask = rows.mask if has.mask == 2 else head.mask
     bias = rows.bias if has.bias == 2 else head.bias
     head = Head(head.draws, mask, bias, rows.slope, sequence, call)
-    work = Work(q, 0, i, i.to(tl.int64) if tile.wide else i, k_base, v_base, pages)
+    work = Work(q, 0, i, i.to(tl.int64) if tile.wide else i, k_base, v_base)
 
     acc = tl.zeros([tile.rows, tile.value_block], tile.acc)
     l = tl.zeros([tile.rows], tile.acc)

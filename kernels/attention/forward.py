@@ -20,7 +20,6 @@ from .lists import COLUMNS, listed_keys, listed_spans, listed_tile, load_lists, 
 from .scores import (
     Indices,
     first_row,
-    in_pages,
     in_rows,
     kept,
     key_row,
@@ -46,9 +45,8 @@ class Work(NamedTuple):
     start: Any  # the first query, i0
     i: Any  # [BM]
     r: Any  # [BM], clamped, counted from i0
-    key: Any  # pointers to the first key and value of the sequence, or of the first page
+    key: Any  # pointers to the first key and value of the sequence
     value: Any
-    pages: Any = None
 
 
 @triton.jit
@@ -84,12 +82,7 @@ def forward_tiles(
             rows = j.to(tl.int64)
         inside = j < head.sequence.length
         keys = key_row(head, rows, inside, tile, has, EDGE)
-        k_rows, k_stride = rows, strides.key_row
-        v_rows, v_stride = rows, strides.value_row
-        if has.page:
-            k_rows, v_rows = in_pages(work.pages, rows, inside, strides, has)
-            k_stride, v_stride = 1, 1
-        k = load_rows(work.key, k_rows, k_stride, inside, tile.dim, tile.dim_block, EDGE)
+        k = load_rows(work.key, rows, strides.key_row, inside, tile.dim, tile.dim_block, EDGE)
         s = tl.dot(work.q, tl.trans(k), input_precision=tile.precision)  # [BM, BN]
         at = Indices(work.i[:, None], rows[None, :], work.r[:, None])
         if has.lists and EDGE:
@@ -114,7 +107,9 @@ def forward_tiles(
             p = tl.where(keep, p, head.call.factors.inv_keep * 0.0)
         exists = keys.ok if SKIP else inside
         GUARD: tl.constexpr = EDGE or SKIP
-        v = load_rows(work.value, v_rows, v_stride, exists, tile.value_dim, tile.value_block, GUARD)
+        v = load_rows(
+            work.value, rows, strides.value_row, exists, tile.value_dim, tile.value_block, GUARD
+        )
         acc = tl.dot(p.to(v.dtype), v, acc, tile.precision, out_dtype=tile.acc)
         m = m_new
     return acc, l, m

@@ -22,7 +22,6 @@ from ..launch import (
 )
 from ..registration import register
 from .configurations import splits_keys, widest_head
-from .decode import Paging
 from .hopper_rows import backward_obstacle, refused, without_rows
 from .plan import (
     BackwardPlan,
@@ -62,50 +61,16 @@ def _run_forward(query, key, value, attention: Attention) -> Any:
         if any(x is not y for x, y in zip(given, (query, key, value))):
             return _run_forward(query, key, value, attention)
         plan = remembered(signature, _forward_plan(query, key, value, attention))
-    return _launch(plan, (query, key, value), attention)
-
-
-def _launch(plan: Any, inputs: tuple[Tensor, ...], attention: Attention) -> Any:
-    """Launch a plan of a forward. Returns (output, lse, statistics)."""
-    query = inputs[0]
     outputs = [
         query.new_empty_strided(shape, stride, **dtype) for shape, stride, dtype in plan.outputs
     ]
     sinks = query if attention.sinks is None else attention.sinks
     with on_device(query):
-        plan.forward(inputs, *outputs, sinks, optional_inputs(query, attention))
+        plan.forward((query, key, value), *outputs, sinks, optional_inputs(query, attention))
         offsets = attention.cu_seqlens_q
         if offsets is not None:
             plan.tail(tuple(outputs), tuple(outputs), offsets, offsets)
     return tuple(outputs)
-
-
-def _run_paged(query, key_pages, value_pages, block_table, attention: Attention) -> Any:
-    """Launch the kernels that read pages. Returns (output, lse, statistics)."""
-    if on():
-        places = block_table.clamp(0, len(key_pages) - 1).long()
-        key, value = (x[places].flatten(1, 2).transpose(1, 2) for x in (key_pages, value_pages))
-        return _run_forward(query, key, value, attention)
-    table = block_table.shape, block_table.data_ptr() & 15
-    signature = *signature_of(query, key_pages, value_pages, attention), table
-    plan = plans.get(signature)
-    if plan is None:
-        given = query, key_pages, value_pages
-        query, key_pages, value_pages = map(unit_stride, given)
-        if any(x is not y for x, y in zip(given, (query, key_pages, value_pages))):
-            return _run_paged(query, key_pages, value_pages, block_table, attention)
-        pages, page, groups, _ = key_pages.shape
-        shape = query.shape[0], groups, block_table.shape[1] * page
-        key, value = (  # a layout to plan with: contiguous keys of the same shape, never read
-            torch.empty_strided(
-                (*shape, x.shape[3]), (0, x.stride(2), x.stride(1), 1), dtype=x.dtype, device="meta"
-            )
-            for x in (key_pages, value_pages)
-        )
-        paging = Paging(pages, block_table.shape[1], key_pages.stride(0), value_pages.stride(0))
-        made = DecodePlan(query, key, value, attention, page, paging)
-        plan = remembered(signature, made)
-    return _launch(plan, (query, key_pages, value_pages, block_table), attention)
 
 
 def _run_backward(
@@ -368,37 +333,10 @@ for _op, _schema, _attend, _fakes, _write in (
     )(_joint_backward(_write))
 
 
-# ------------------------------------------------------------------------------------------- paged
-
-
-def _fake_paged(query, key_pages, value_pages, *_):
-    return empty_outputs(unit_stride(query), value_pages, False)[:2]
-
-
-@register(
-    f"paged_attention(Tensor query, Tensor key_pages, Tensor value_pages, Tensor block_table, "
-    f"{SCHEMA}, bool return_lse) -> (Tensor output, Tensor lse)",
-    _fake_paged,
-)
-def paged_forward(query, key_pages, value_pages, block_table, *rest):
-    """Launch the forward with keys in pages. Returns (output [B, H, Sq, DV], lse
-    [B, H, Sq]).
-    """
-    columns = block_table.shape[1] * key_pages.shape[1]
-    attention = unpack(rest[:-1]).with_dense_mask(query.shape[2], columns)
-    return _run_paged(query, key_pages, value_pages, block_table, attention)[:2]
-
-
 def describe(
-    query: Tensor,
-    attention: Attention,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    **_: Any,
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, **_: Any
 ) -> str | None:
     """Return which kernels a call takes, if its shape or a measurement decides that, or None."""
-    if key is None or value is None:  # they lie in pages
-        return "the pages are copied" if on() else "the keys are split over programs"
     if attention.cu_seqlens_q is not None:
         query, key, value = map(_heads_first, (query, key, value))
     attention = _visiting(query, key, value, attention)
@@ -441,10 +379,10 @@ def _describe_backward(
     return [f"not the backward in one kernel: {why}"]
 
 
-def supports(query: Tensor, *tensors: Tensor, **named: Any) -> str | None:
+def supports(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, **_: Any
+) -> str | None:
     """Return why the kernels cannot run this call, or None."""
-    attention = named["attention"]
-    value = named.get("value", named.get("value_pages", query))
     dim = max(query.shape[-1], value.shape[-1])
     if attention.mask_spans is not None and attention.cu_seqlens_q is not None:
         if not _visits(dim, attention):

@@ -53,7 +53,7 @@ from .configurations import (
     parts_of_keys,
     rows,
 )
-from .decode import PagedInputs, Paging, Split, merge_kernel, split_kernel
+from .decode import Split, merge_kernel, split_kernel
 from .forward import forward_kernel
 from .hopper_rows import (
     SHORT_ROW,
@@ -505,17 +505,7 @@ class DecodePlan(Plan):
     head to head: a key that is masked for one head may hold anything, which must not reach it.
     """
 
-    inputs = PagedInputs
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention: Attention,
-        page: int = 0,
-        paging: Paging = Paging(0, 0, 0, 0),  # noqa: B008 - a tuple
-    ) -> None:
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         super().__init__(query, key, value, attention)
         self.tile = self.tile._replace(recompute_masked=False)
         given = self.arguments["strides"]
@@ -526,15 +516,12 @@ class DecodePlan(Plan):
         self.tile_rows = heads * self.q_length
         outputs = empty_outputs(query, value, self.separate_max)
         self.outputs = _layouts(query, outputs)
-        self.has = has = self.has._replace(page=page)
-        # Two more stages: the copies of a tile wait until its page numbers are read.
-        self.ahead = 2 if page else 0
         tiles = self.tiles("decode")
         split = Split(heads, self.parts(tiles))
         programs = self.blocks(tiles) * split.parts
         self.read = (key.numel() + value.numel()) * key.element_size()
         self.choose_bounds("decode", attention)
-        self.add("decode", split_kernel, lambda *_: (programs,), has, split=split, paging=paging)
+        self.add("decode", split_kernel, lambda *_: (programs,), self.has, split=split)
         rows = self.batch * self.heads * self.q_length
         self.partial = (rows, split.parts, self.tile.value_dim), (rows, split.parts, 2)
         most = min(16, max(2, next_power_of_2(split.parts)))
@@ -546,22 +533,19 @@ class DecodePlan(Plan):
                 sizes=self.arguments["sizes"],
                 parts=split.parts,
                 tile=constants(self.tile._replace(rows=most)),
-                has=constants(has._replace(sink=attention.sinks is not None)),
+                has=constants(self.has._replace(sink=attention.sinks is not None)),
             ),
             4,
         )
         self.split, self.merge = self.launch["decode"], self.launch["merge"]
 
     def tiles(self, kernel: str) -> Tiles:
-        given = super().tiles(kernel)
         sizes = self.tile_rows, self.keys(), self.batch_heads
-        if given.stages > 1:
-            given = given._replace(stages=given.stages + self.ahead)
-        return narrowed(given, *sizes, processors(self.device))
+        return narrowed(super().tiles(kernel), *sizes, processors(self.device))
 
     def may_read(self, source: Source) -> bool:
-        """Return whether the heads of a tile share the mask, and one program can count its rows."""
-        return source.sizes.heads == 1 and source.sizes.queries <= 128
+        """Return whether the heads of a tile share the mask."""
+        return source.sizes.heads == 1
 
     def bounds_pay(self, source: Source) -> bool:
         """Return whether the keys and values that the bounds may leave out are worth a launch."""
@@ -590,7 +574,7 @@ class DecodePlan(Plan):
     def forward(self, inputs, output, lse, statistics, sinks, optional) -> None:
         """Launch both kernels."""
         sums, weights = map(lse.new_empty, self.partial)
-        self.split(inputs if len(inputs) == 4 else (*inputs, inputs[0]), sums, weights, optional)
+        self.split(inputs, sums, weights, optional)
         self.merge(sums, weights, output, lse, statistics, sinks)
 
 

@@ -152,7 +152,6 @@ class Features(NamedTuple):
     fold_scale: Any  # whether `shifted` applies the scale, in one fma with its offset
     separate_max: Any = False  # whether the maximum and the log-sum of a row are two numbers
     sink: Any = False
-    page: Any = 0  # keys of a page, 0 if the keys are not in pages
     key_grad: Any = False  # whether a bias that is the same for all queries needs its gradient
     # Whether there are bounds: 1 of the mask, 2 of the bias, 3 those that a program computes itself
     bounds: Any = 0
@@ -441,18 +440,6 @@ def seen_keys(sequence, band, has: tl.constexpr):
         return tl.minimum(sequence.length, sequence.queries + sequence.shift + band.right)
     else:
         return sequence.length
-
-
-@triton.jit
-def in_pages(pages, j, ok, strides, has: tl.constexpr):
-    """Return the offsets of the keys j [BN] and of their values from the start of the pages, where
-    `ok` is True. The number of a page is clamped, so that a bad table never reads out of bounds.
-    """
-    page = tl.load(pages.table + j // has.page, mask=ok, other=0)
-    page = clamp(page, 0, pages.paging.pages - 1).to(tl.int64)
-    place = j % has.page
-    k_rows = page * pages.paging.key_page + place * strides.key_row
-    return k_rows, page * pages.paging.value_page + place * strides.value_row
 
 
 # --------------------------------------------------------------------------------------- the scores

@@ -8,7 +8,7 @@ import torch
 from policy import check_output
 
 import fastformer as ff
-from fastformer import DecoderCache, KVCache, PagedKVCache
+from fastformer import DecoderCache, KVCache
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
 
@@ -20,16 +20,12 @@ def entries(n, dtype=torch.float32, device="cpu", batch=B):
     return [torch.randn(batch, G, n, dim, device=device).to(dtype) for dim in (D, DV)]
 
 
-KINDS = ["sliced", "whole", "paged", "whole pages"]  # `whole` buffers are read on a GPU
+KINDS = ["sliced", "whole"]  # `whole` buffers are read on a GPU
 
 
 def made(kind="sliced", dtype=torch.float32, device="cpu", capacity=S):
-    like = dict(dtype=dtype, device=device)
-    if "page" in kind:
-        cache = PagedKVCache(7, 16, G, D, DV, batch=B, blocks=2, **like)
-    else:
-        cache = KVCache(B, G, capacity, D, DV, **like)
-    cache._fixed_shapes = cache._fixed_shapes or "whole" in kind
+    cache = KVCache(B, G, capacity, D, DV, dtype=dtype, device=device)
+    cache._fixed_shapes = cache._fixed_shapes or kind == "whole"
     return cache
 
 
@@ -55,7 +51,7 @@ def check(cache, listed):
     """The same contents, and the attention of two queries over them."""
     lengths = [row[0].shape[1] for row in listed.rows]
     assert cache.lengths.tolist() == lengths and cache.lengths.dtype == torch.int32
-    exact = cache.lengths.is_cpu or isinstance(cache, PagedKVCache)  # else it is a bound
+    exact = cache.lengths.is_cpu  # else it is a bound
     assert cache.longest == max(lengths) if exact else cache.longest >= max(lengths)
     start = torch.as_tensor(cache.start(), device=cache.lengths.device)
     assert start.expand(len(lengths)).tolist() == lengths
@@ -80,18 +76,12 @@ def check(cache, listed):
         assert not weights[b, :, :, lengths[b] :].any()
 
 
-def buffers_of(cache):
-    paged = isinstance(cache, PagedKVCache)
-    names = ("key_pages", "value_pages", "block_table") if paged else ("key", "value")
-    return [getattr(cache, name) for name in (*names, "lengths")]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_appends_crops_and_reorders_are_those_of_lists(dtype, kind, device):
     """In an order drawn at random. The buffers stay while the batch has its size."""
     cache, listed, rng = made(kind, dtype, device), Listed(), random.Random(1)
-    buffers = buffers_of(cache)
+    buffers = cache.buffers()
     for call in ["rows", "reorder", "crop", "nothing"] * (6 if dtype == torch.float32 else 2):
         rows = len(listed.rows)
         longest = max(row[0].shape[1] for row in listed.rows)
@@ -112,10 +102,8 @@ def test_appends_crops_and_reorders_are_those_of_lists(dtype, kind, device):
             listed.crop(lengths)
         check(cache, listed)
         if len(listed.rows) == rows:
-            assert all(x is y for x, y in zip(buffers, buffers_of(cache), strict=True))
-        buffers = buffers_of(cache)
-        if "page" in kind:
-            pages_of(cache)
+            assert all(x is y for x, y in zip(buffers, cache.buffers(), strict=True))
+        buffers = cache.buffers()
     cache.reset()
     assert cache.longest == 0 and not cache.lengths.any()
 
@@ -148,12 +136,11 @@ def test_the_host_knows_the_start_of_rows_of_one_length():
 
 def test_the_form_of_a_cache_has_defaults():
     with torch.device("meta"):
-        caches = KVCache(1, 1, 4, 8), PagedKVCache(3, 16, 1, 8, batch=1)
-    assert [cache.capacity for cache in caches] == [4, 48]
-    for cache in caches:
-        key, value = cache.buffers()[:2]
-        assert key.shape == value.shape and key.shape[-1] == 8
-        assert key.is_meta and key.dtype == torch.get_default_dtype()
+        cache = KVCache(1, 1, 4, 8)
+    assert cache.capacity == 4
+    key, value = cache.buffers()[:2]
+    assert key.shape == value.shape == (1, 1, 4, 8)
+    assert key.is_meta and key.dtype == torch.get_default_dtype()
     cache = DecoderCache(4)
     assert (cache.longest, cache.start(), cache.lengths, list(cache.buffers())) == (0, 0, None, [])
     with pytest.raises(ValueError, match=r"key has shape \[2, 2, 8\]; expected \[B, G, n, D\]"):
@@ -210,10 +197,9 @@ def test_both_backends_attend_with_every_option(backend, kind, device):
     assert (out.double() - oracle).norm() / oracle.norm() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["whole", "whole pages"])
-def test_what_was_never_written_is_never_read(backend, kind, device):
-    cache = made(kind, device=device)
-    for buffer in buffers_of(cache)[:2]:
+def test_what_was_never_written_is_never_read(backend, device):
+    cache = made("whole", device=device)
+    for buffer in cache.buffers()[:2]:
         buffer.fill_(float("nan"))
     cache.append(*entries(3, device=device))
     assert cache.attend(torch.randn(B, G, 1, D, device=device)).isfinite().all()
@@ -257,75 +243,6 @@ def test_a_failed_append_leaves_the_cache_as_it_was(new, error, message, even):
     cache.append(*entries(4))  # there is room for these
 
 
-def pages_of(cache):
-    """The pages of each row; the table of the device says the same as that of the host."""
-    for row, table in zip(cache.block_table.tolist(), cache._tables):
-        assert row[: len(table)] == table
-    held = [page for table in cache._tables for page in table]
-    assert sorted([*set(held), *cache._free]) == list(range(len(cache._uses)))
-    assert cache._uses == [held.count(page) for page in range(len(cache._uses))]
-    return cache._tables
-
-
-def test_pages_are_taken_shared_copied_and_freed():
-    """Seven pages for three rows, of which each may take two."""
-    cache = made("paged")
-    cache.append(*entries(16))
-    assert [len(pages) for pages in pages_of(cache)] == [1] * 3
-    cache.append(*entries(2))
-    assert [len(pages) for pages in pages_of(cache)] == [2] * 3
-    taken = [list(pages) for pages in pages_of(cache)]
-    cache.append(*entries(1))  # a page that one row holds is not copied
-    assert pages_of(cache) == taken
-    cache.crop(torch.tensor([18, 16, 0]))
-    assert [len(pages) for pages in pages_of(cache)] == [2, 1, 0] and len(cache._free) == 4
-    cache.reorder(torch.tensor([0, 0, 0]))  # all rows hold the pages of the first
-    assert pages_of(cache)[0] == pages_of(cache)[1] == pages_of(cache)[2]
-    first = pages_of(cache)[0][0]
-    cache.append(*entries(1))
-    full, last = zip(*pages_of(cache))
-    assert set(full) == {first} and len(set(last)) == 3 and len(cache._free) == 3
-    cache.crop(16)
-    cache.append(*entries(1))  # the page that they share is full, and stays shared
-    assert {pages[0] for pages in pages_of(cache)} == {first}
-    cache.crop(3)  # into the page that they share
-    cache.append(*entries(1))
-    assert len({pages[0] for pages in pages_of(cache)}) == 3
-    cache.reset()
-    assert len(cache._free) == 7 and pages_of(cache) == [[], [], []]
-
-
-def test_an_append_without_pages_leaves_the_cache_as_it_was():
-    cache = PagedKVCache(3, 16, G, D, DV, batch=B, blocks=3)
-    cache.append(*entries(15))
-    cache.reorder(torch.tensor([0, 0, 1]))
-    before = [x.clone() for x in buffers_of(cache)], [list(t) for t in pages_of(cache)]
-    for n, message in (
-        (18, "key has 18 positions, which need 7 pages; expected at most the 1 .* of 3"),
-        (34, "key has 34 positions; expected at most 33: .* holds 15 of its capacity of 48"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cache.append(*entries(n))
-        assert cache.longest == 15 and cache._held == [15] * 3
-        assert pages_of(cache) == before[1]
-        assert all(torch.equal(x, y) for x, y in zip(before[0], buffers_of(cache)))
-    cache.append(*entries(1))
-
-
-def test_pages_take_no_dropout():
-    cache = made("paged")
-    cache.append(*entries(2))
-    with pytest.raises(ValueError, match=r"dropout_p is 0.1; expected 0 with pages"):
-        cache.attend(torch.randn(B, G, 1, D), None, 0.1)
-    for size in (8, 48, 512):
-        with pytest.raises(ValueError, match=f"page_size is {size}; expected 16, 32, 64"):
-            DecoderCache(9, page_size=size)
-    with pytest.raises(ValueError, match="pages is 3 and page_size None"):
-        DecoderCache(9, pages=3)
-    with pytest.raises(ValueError, match="pages is 0; expected 1 or more"):
-        DecoderCache(9, page_size=16, pages=0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -339,11 +256,10 @@ def test_a_cache_of_wrong_sizes_is_refused(arguments, error, message):
         KVCache(**{**dict(batch=1, heads=1, capacity=4, head_dim=8), **arguments})
 
 
-@pytest.mark.parametrize("kind", ["sliced", "paged"])
 @pytest.mark.parametrize(
     ("method", "argument", "error", "message"),
     [
-        ("crop", 33, ValueError, "length is 33; expected 0 to the capacity of the cache, "),
+        ("crop", 25, ValueError, "length is 25; expected 0 to the capacity of the cache, 24"),
         ("crop", -1, ValueError, "length is -1"),
         ("crop", 1.0, TypeError, "length is a float"),
         ("crop", torch.tensor([1, 2]), ValueError, r"length has shape \[2\]; expected \[B\]"),
@@ -353,8 +269,8 @@ def test_a_cache_of_wrong_sizes_is_refused(arguments, error, message):
         ("reorder", torch.tensor([-1]), ValueError, "index holds -1"),
     ],
 )
-def test_wrong_lengths_and_rows_are_refused(method, argument, error, message, kind):
-    cache = made(kind)
+def test_wrong_lengths_and_rows_are_refused(method, argument, error, message):
+    cache = made()
     cache.append(*entries(2))
     with pytest.raises(error, match=message):
         getattr(cache, method)(argument)
@@ -414,13 +330,12 @@ def test_steps_are_what_the_whole_sequence_gives(dtype, backend, sources, device
             assert cache.longest == 5 and cache.lengths.tolist() == [5] * 3
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_rows_of_their_own_length_have_positions_of_their_own(page_size, backend, sources, device):
+def test_rows_of_their_own_length_have_positions_of_their_own(backend, sources, device):
     """A prompt with padding on the right: what follows it takes the place of the padding."""
     src, mask, tgt = sources
     m, lengths = model(device), torch.tensor([4, 1, 3], device=device)
     with torch.no_grad():
-        memory, cache = m.encode(src, mask), DecoderCache(9, page_size=page_size)
+        memory, cache = m.encode(src, mask), DecoderCache(9)
         m.decode(memory, mask, tgt[:, :4], None, cache)
         cache.crop(lengths)
         out = m.decode(memory, mask, tgt[:, 5:7], None, cache)
@@ -479,20 +394,6 @@ def test_a_reordered_cache_decodes_the_other_rows(sources, device):
             m.decode(memory, mask[index], tgt[index, 4:5], None, cache)
         want = m.decode(memory, mask, tgt[:, :4], ff.subsequent_mask(4).to(device))[index, 3:]
     torch.testing.assert_close(out, want)
-
-
-@pytest.mark.parametrize("pages", [None, 5])
-def test_more_rows_take_pages_up_to_the_limit(pages):
-    cache = DecoderCache(32, page_size=16, pages=pages)
-    layer = cache.layer(0)
-    layer.append(*entries(17, batch=2))
-    cache.reorder(torch.tensor([0, 1, 1, 0]))
-    if pages is None:  # enough for all rows to fill the capacity
-        layer.append(*entries(15, batch=4))
-        assert cache.lengths.tolist() == [32] * 4
-    else:
-        with pytest.raises(ValueError, match=r"need 2 pages; expected at most the 1 .* of 5"):
-            layer.append(*entries(1, batch=4))
 
 
 def test_a_mask_reaches_over_the_cache(sources):
@@ -623,7 +524,7 @@ def test_steps_of_torchs_decoder(norm_first, batch_first, dtype, backend, device
     tgt, memory, padding = inputs(device, dtype)
     swap = not batch_first
     given = memory.transpose(0, 1) if swap else memory
-    cache, outputs = DecoderCache(6, page_size=16 if norm_first else None), []
+    cache, outputs = DecoderCache(6), []
     with torch.no_grad():
         oracle = whole(
             copy.deepcopy(original).double(), tgt.double(), memory.double(), padding, swap
@@ -690,7 +591,7 @@ def test_wrong_steps_of_torchs_decoder_are_named():
 
 def test_the_cache_of_a_layer_attends_without_dropout_by_default():
     key, value = entries(3)
-    layer = LayerCache(S, None, None)
+    layer = LayerCache(S)
     layer.append(key, value)
     query = torch.randn(B, G, 1, D)
     want = ff.scaled_dot_product_attention(query, key, value)
@@ -698,13 +599,12 @@ def test_the_cache_of_a_layer_attends_without_dropout_by_default():
 
 
 @pytest.mark.with_all
-@pytest.mark.parametrize("page_size", [None, 16])
 @torch.no_grad()
-def test_a_compiled_step(page_size):
+def test_a_compiled_step():
     """One graph, from the first step on and after others."""
     torch._dynamo.reset()
     model = ff.make_decoder(11, N=1, d_model=8, d_ff=12, h=2).eval()
-    tokens, cache = torch.randint(1, 11, (2, 5)), DecoderCache(8, page_size=page_size)
+    tokens, cache = torch.randint(1, 11, (2, 5)), DecoderCache(8)
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     steps = [step(part, None, cache) for part in tokens.split([3, 1, 1], 1)]
     torch.testing.assert_close(torch.cat(steps, 1), model(tokens), atol=1e-5, rtol=1e-4)

@@ -26,7 +26,7 @@ from fastformer import (
     subsequent_mask,
     use_backend,
 )
-from fastformer.cache import rows as cache_module
+from fastformer.cache.contiguous import KVCache
 from fastformer.decoding import search as decoding_search
 from fastformer.decoding import steps as decoding_steps
 
@@ -166,7 +166,7 @@ FORMS = {
 def test_with_a_cache_the_tokens_are_the_same(search, end, form, device):
     model, src, *rest = given = [x.to(device) if hasattr(x, "to") else x for x in form()]
     want = search(*given, end_symbol=end, cache=False)
-    for cache in (True, DecoderCache(rest[1] - 1), DecoderCache(20, page_size=16)):
+    for cache in (True, DecoderCache(rest[1] - 1), DecoderCache(20)):
         assert torch.equal(search(*given, end_symbol=end, cache=cache), want)
     assert len(want.unique()) > 2  # which says something
     if isinstance(model, ff.LanguageModel):  # it continues its prompt
@@ -179,10 +179,9 @@ def test_a_decoder_without_layers_has_nothing_to_keep():
     assert torch.equal(greedy_decode(model, src, mask, 6, 1), want)
 
 
-@pytest.mark.parametrize("cache", [True, False, 16])
+@pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
 def test_an_empty_batch_gives_empty_results(masked, cache, backend):
-    cache = DecoderCache(8, page_size=cache) if cache == 16 else cache
     src = torch.ones(0, 4, dtype=torch.int32)
     mask = src.unsqueeze(1) > 0 if masked else None
     for model, start in ((translator(layers=1), 1), (language_model(), None)):
@@ -296,13 +295,13 @@ def recorded(monkeypatch):
         recorded.cache = options["cache"]
         return function(*arguments, **options)
 
-    begin = cache_module.SelfAttentionCache._begin
+    made = KVCache.__init__
 
-    def begun(self, *arguments):
-        begin(self, *arguments)
+    def as_on_a_gpu(self, *arguments, **options):
+        made(self, *arguments, **options)
         self._fixed_shapes = True
 
-    monkeypatch.setattr(cache_module.SelfAttentionCache, "_begin", begun)
+    monkeypatch.setattr(KVCache, "__init__", as_on_a_gpu)
     monkeypatch.setattr(decoding_steps, "captures", lambda *_: True)
     monkeypatch.setattr(decoding_steps, "captured", captured)
     monkeypatch.setattr(decoding_steps, "without_waiting", lambda function: function())
@@ -311,14 +310,13 @@ def recorded(monkeypatch):
     return recorded
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
-def test_replays_of_one_captured_step_decode_the_same(recorded, search, page_size):
-    """Past a page, with an end symbol and with rows that change places."""
+def test_replays_of_one_captured_step_decode_the_same(recorded, search):
+    """With an end symbol and with rows that change places."""
     model, (src, mask) = translator(), sources()
     want = search(model, src, mask, 24, 1, end_symbol=7, pad_symbol=0, cache=False)
     for _ in range(2):
-        cache = DecoderCache(24, page_size=page_size)
+        cache = DecoderCache(24)
         got = recorded(search, model, src, mask, 24, 1, end_symbol=7, pad_symbol=0, cache=cache)
         assert torch.equal(got, want)
     assert len(recorded.captures) == 2
@@ -368,9 +366,8 @@ def test_a_graph_is_captured_once_for_a_cache_and_a_batch_size(recorded):
     check(9, src[:2, :4].int(), mask[:2, :, :4].int())
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch, page_size):
-    """The failed capture counts no token, neither in the cache nor in its pages."""
+def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch):
+    """The failed capture counts no token."""
     model, (src, mask) = translator(), sources()
     want = greedy_decode(model, src, mask, 18, 1, cache=False)
 
@@ -378,7 +375,7 @@ def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch, page
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(decoding_steps, "captured", captured)
-    cache = DecoderCache(17, page_size=page_size)
+    cache = DecoderCache(17)
     with pytest.warns(UserWarning, match="without a CUDA graph: operation not permitted"):
         assert torch.equal(greedy_decode(model, src, mask, 18, 1, cache=cache), want)
     assert cache.longest == 17 and cache.lengths.tolist() == [17] * 3
@@ -601,10 +598,9 @@ DRAWN = dict(temperature=0.9, min_p=0.2, seed=4)
 
 @pytest.mark.parametrize("plain, options", OPTIONS)
 @pytest.mark.parametrize("draws", [{}, DRAWN], ids=["greedy", "sample"])
-@pytest.mark.parametrize("cache", [True, False, 16])
+@pytest.mark.parametrize("cache", [True, False])
 def test_padding_on_either_side_ends_and_penalties(cache, draws, plain, options):
     model, new = language_model(), 14
-    cache = DecoderCache(18, page_size=cache) if cache == 16 else cache
     choose = drawing(**draws) if draws else likeliest
     ends = options["end_symbol"]
     ends = (ends,) if isinstance(ends, int) else ends

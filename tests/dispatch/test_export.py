@@ -32,12 +32,6 @@ def packed(b, t, s):
     return *(floats(b * n, H, D) for n in (t, s, s)), offsets * t, offsets * s
 
 
-def paged(b, t, s):
-    table = torch.arange(b * s, dtype=torch.int32).view(b, s) % (b + 1)
-    pages = floats(b + 1, 16, H, D)
-    return floats(b, H, t, D), pages, pages + 1, table, torch.arange(b) % s + 1
-
-
 def rows(b, t, s):
     return (floats(b, t, D),)
 
@@ -139,7 +133,6 @@ CASES = {
         lambda *args: ff.packed_attention(*args, 64, 64, softcap=3.0, return_lse=True),
         lambda b, t, s: [torch.cat([x, x[:3]]) if x.dim() == 3 else x for x in packed(b, t, s)],
     ),
-    "paged": (ff.paged_attention, paged),
     "weights": (ff.attention_weights, lambda b, t, s: heads(b, t, s)[:2]),
     "layer_norm": (lambda x: ff.layer_norm(x, D, norm, norm), rows),
     "rms_norm": (lambda x: ff.rms_norm(x, D, norm), rows),

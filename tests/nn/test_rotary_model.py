@@ -58,11 +58,10 @@ def test_a_layer_is_that_of_qwen(backend, device, qk_norm):
     torch.testing.assert_close(have, want, atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_a_cache_continues_the_positions(backend, device, page_size):
+def test_a_cache_continues_the_positions(backend, device):
     """It holds rotated keys; in pieces of several tokens and of one, and after a crop."""
     model, tokens = small_model(device).requires_grad_(False), ids(device)
-    whole, cache = model(tokens), ff.DecoderCache(T, page_size=page_size)
+    whole, cache = model(tokens), ff.DecoderCache(T)
     for piece in (slice(0, 3), slice(3, 5), slice(5, 6), slice(6, 7)):
         out = model(tokens[:, piece], None, cache)
         torch.testing.assert_close(out, whole[:, piece], atol=2e-5, rtol=1e-5)

@@ -182,13 +182,6 @@ def packed_attention(
     return [output, lse]
 
 
-def paged_attention(query, key_pages, value_pages, block_table, return_lse=False, **rest):
-    """(output, lse, weights), as `attention`, whose keys it takes out of their pages."""
-    sequences = [np.concatenate([x[block_table][:, n] for n in range(block_table.shape[1])], 1)
-                 for x in (key_pages, value_pages)]  # fmt: skip
-    return attention(query, *(x.swapaxes(1, 2) for x in sequences), **rest)
-
-
 # ------------------------------------------------------------------------------------------- norms
 
 

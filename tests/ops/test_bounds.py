@@ -535,7 +535,7 @@ def test_tiles_of_a_mask_with_one_row(small_tiles, bounded, work, name, keys):
     assert len(bounded) == 3
 
 
-# ---------------------------------------------------------------------- few queries, and pages
+# ------------------------------------------------------------------------------------ few queries
 
 
 FEW = {
@@ -577,24 +577,6 @@ def test_few_queries(against_oracle, small_tiles, bounded, work, name):
         sees = (options["bias"] == 0) if mask is None else mask
         sees = torch.nn.functional.pad(sees.expand(BATCH, 1, 1, 300), (0, 4))
         assert found == 2 * GROUPS * int(sees.view(-1, 16).any(1).sum())
-
-
-@pytest.mark.parametrize("rows", [3, 128, 256])
-def test_pages(bounded, rows):
-    """Of more queries than one program counts there are no bounds."""
-    mask = torch.zeros(rows, 64, dtype=torch.bool)
-    mask[:, 19] = mask[:, 35] = True
-    query, pages = torch.randn(1, 2, rows, 8), torch.randn(2, 4, 16, 2, 8)
-    table = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32)
-    given = dict(block_table=table, key_lengths=torch.tensor([60]), attn_mask=mask)
-    have, want = (run_paged(backend, query, *pages, **given) for backend in ("triton", "reference"))
-    torch.testing.assert_close(have, want, atol=2e-6, rtol=2e-6)
-    assert len(bounded) == (rows <= 128)
-
-
-def run_paged(backend, *tensors, **options):
-    with use_backend(backend):
-        return ff.paged_attention(*tensors, **options)
 
 
 # -------------------------------------------------------------------------------- random calls

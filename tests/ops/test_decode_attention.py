@@ -1,4 +1,4 @@
-"""Attention of few queries to many keys, and of keys in pages, against the formula in float64."""
+"""Attention of few queries to many keys, against the formula in float64."""
 
 import pytest
 import torch
@@ -168,8 +168,6 @@ def test_which_calls_split_their_keys(split, device):
     assert "split" not in ff.explain("packed_attention", *tokens, *ends, 16, 256).reason
     ff.packed_attention(*tokens, *ends, 16, 256)
     assert len(split) == 1
-    tensors = {n: x.to(device) for n, x in paged(1, 1, 1, 20, [3]).items()}
-    assert "split over programs" in ff.explain("paged_attention", **tensors).reason
 
 
 @pytest.mark.parametrize("processors", [1, 8, 132])
@@ -420,207 +418,44 @@ def test_parts_without_keys_write_nothing(split, device):
     assert split[0].partial[0][1] > 1 and torch.equal(have, want) and have.isfinite().all()
 
 
-@pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("shape", [(0, 2, 2, 1), (2, 0, 0, 1), (2, 2, 2, 0)], ids=str)
-def test_no_queries(backend, device, shape, pages):
+def test_no_queries(backend, device, shape):
     batch, heads, _, queries = shape
-    if pages:
-        tensors = {n: x.to(device) for n, x in paged(*shape, [3] * batch).items()}
-        out, lse = ff.paged_attention(**tensors, return_lse=True)
-    else:
-        tensors = qkv(*shape, 300, device=device)
-        out, lse = ff.scaled_dot_product_attention(**tensors, return_lse=True)
+    tensors = qkv(*shape, 300, device=device)
+    out, lse = ff.scaled_dot_product_attention(**tensors, return_lse=True)
     assert out.shape == (batch, heads, queries, 16) and lse.shape == out.shape[:3]
 
 
-# --------------------------------------------------------------------------------------- in pages
-
-
-def paged(batch, heads, groups, queries, lengths, page=16, dim=16, dtype=torch.float32, **more):
-    """The arguments of a call with the given lengths, whose pages lie in any order; what no query
-    may read is NaN, and the table is out of range where it holds no keys.
-    """
-    blocks = max(1, -(-max(lengths, default=1) // page)) + more.get("spare", 0)
-    count = batch * blocks + 2
-    order = torch.randperm(count)[: batch * blocks].view(batch, blocks)
-    pages = [torch.full((count, page, groups, d), torch.nan) for d in (dim, more.get("dv", dim))]
-    table = torch.full((batch, blocks), -7)
-    for b, n in enumerate(lengths):
-        for block in range(-(-n // page)):
-            table[b, block] = order[b, block]
-            for x in pages:
-                x[order[b, block], : n - block * page] = torch.randn_like(x[0, : n - block * page])
-    return dict(
-        query=torch.randn(batch, heads, queries, dim).to(dtype) * 1.5,
-        key_pages=pages[0].to(dtype),
-        value_pages=pages[1].to(dtype),
-        block_table=table.int(),
-        key_lengths=torch.tensor(lengths, dtype=torch.int32),
-    )
-
-
-def unpaged(tensors):
-    """The same keys and values without pages, cut to the capacity of the table."""
-    query, keys, values, table, lengths = (x for _, x in zip(range(5), tensors.values()))
-    places = table.clamp(0, len(keys) - 1).long()
-    key, value = (x[places].flatten(1, 2).transpose(1, 2) for x in (keys, values))
-    return dict(query=query, key=key, value=value, key_lengths=lengths)
-
-
-@pytest.mark.parametrize("pages", [False, True])
-def test_copies_ahead(split, device, pages):
-    """A tile of pages waits for its entries of the table as well. A loop that may have to run again
-    would copy nothing ahead.
-    """
-    if pages:
-        tensors = {n: x.to(device) for n, x in paged(1, 2, 1, 2, [700]).items()}
-        ff.paged_attention(**tensors)
-    else:
-        tensors = qkv(1, 2, 1, 2, 700, device=device)
-        mask = torch.rand(1, 1, 1, 700, device=device) > 0.5
-        ff.scaled_dot_product_attention(**tensors, enable_gqa=True, attn_mask=mask)
-    assert split[0].ahead == (2 if pages else 0) and not split[0].tile.recompute_masked
-
-
-@pytest.mark.parametrize("page", [16, 64, 256])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pages(backend, device, dtype, page):
-    tensors = paged(3, 4, 2, 3, [70, 0, 5], page, dtype=dtype)
-    tensors = {name: x.to(device) for name, x in tensors.items()}
-    options = dict(is_causal=True, causal_alignment="bottom_right", return_lse=True)
-    near(ff.paged_attention(**tensors, **options), ff.paged_attention, tensors, options, dtype)
-
-
-PAGED_OPTIONS = [
-    {},
-    dict(scale=0.3, softcap=5.0, window=(20, 3)),
-    dict(attn_mask=(2, 1, 3, 320), alibi_slopes=(4,)),
-    dict(bias=(4, 1, 320), sinks=(4,), return_lse=True),
-]
-
-
-@pytest.mark.parametrize("options", PAGED_OPTIONS, ids=lambda x: "-".join(x) or "plain")
-def test_pages_are_the_keys_in_order(backend, device, options):
-    """Bit for bit what the op without pages gives."""
-    tensors = {n: x.to(device) for n, x in paged(2, 4, 2, 3, [300, 33], 32).items()}
-    options = {n: torch.randn(x, device=device) if isinstance(x, tuple) and n != "window" else x
-               for n, x in options.items()}  # fmt: skip
-    if "attn_mask" in options:
-        options["attn_mask"] = options["attn_mask"] > -0.7
-    have = ff.paged_attention(**tensors, **options)
-    want = ff.scaled_dot_product_attention(**unpaged(tensors), enable_gqa=True, **options)
-    assert len(have) == len(want) and all(map(torch.equal, have, want))
-
-
-def test_pages_out_of_range(backend, device, monkeypatch):
-    """Where the table is not looked at they are clamped."""
-    from fastformer.ops.attention import arguments, contract
-
-    for module in (arguments, contract):
-        monkeypatch.setattr(module, "may_read", lambda x: False)
-    tensors = paged(1, 2, 1, 2, [70])
-    pages = [torch.randn_like(tensors[n]) for n in ("key_pages", "value_pages")]
-    tensors |= dict(key_pages=pages[0], value_pages=pages[1])
-    tensors = {n: x.to(device) for n, x in tensors.items()}
-    table, last = tensors["block_table"], len(pages[0]) - 1
-    table[0, 1:4] = torch.tensor([99, -3, -(2**31)])
-    have = ff.paged_attention(**tensors)
-    assert torch.equal(have, ff.paged_attention(**tensors | {"block_table": table.clamp(0, last)}))
-
-
-@pytest.mark.parametrize("dim", [0, 2])
-@pytest.mark.parametrize("name", ["key_pages", "value_pages"])
-def test_pages_past_int32(split, device, spread, name, dim):
-    """The last page, or the last of three heads in it, begins past 2^31 elements."""
-    tensors = paged(2, 3, 3, 1, [70, 33], dtype=torch.bfloat16)
-    count = len(tensors["key_pages"])
-    turn = int(count - 1 - tensors["block_table"][0, 0])  # which makes that page the last
-    tensors["block_table"] = (tensors["block_table"] + turn) % count
-    tensors |= {n: x.roll(turn, 0) for n, x in tensors.items() if "pages" in n}
-    tensors = {n: x.to(device) for n, x in tensors.items()}
-    far = tensors | {name: spread(tensors[name], dim)}
-    assert torch.equal(ff.paged_attention(**far), ff.paged_attention(**tensors))
-
-
-def test_pages_as_views(backend, device):
-    """Pages and heads further apart than they are long, features with a step between them."""
-    tensors = {n: x.to(device) for n, x in paged(2, 4, 2, 3, [70, 33]).items()}
-    want = ff.paged_attention(**tensors)
-    heads_first = {n: x.transpose(1, 2).contiguous().transpose(1, 2)
-                   for n, x in tensors.items() if "pages" in n}  # fmt: skip
-    assert torch.equal(ff.paged_attention(**tensors | heads_first), want)
-    apart = {n: x.repeat_interleave(2, 0)[::2] for n, x in tensors.items() if "pages" in n}
-    assert torch.equal(ff.paged_attention(**tensors | apart), want)
-    apart = {n: x.repeat_interleave(2, -1)[..., ::2] for n, x in apart.items()}
-    wide = tensors["block_table"].repeat_interleave(2, 1)[:, ::2]
-    assert torch.equal(ff.paged_attention(**tensors | apart | {"block_table": wide}), want)
-
-
-def test_tables_share_a_plan(split, device):
-    """Wherever they lie, as long as their first entries are as aligned."""
-    tensors = {n: x.to(device) for n, x in paged(1, 2, 1, 1, [70]).items()}
-    tables = [tensors["block_table"].clone() for _ in range(3)]
-    for table in tables:
-        ff.paged_attention(**tensors | {"block_table": table})
-    assert split[0] is split[1] is split[2]
-
-
-def test_plans_of_pages_are_told_apart(split, device):
-    """By what a launch depends on: the number of pages, of blocks, and where the table lies."""
-    tensors = {n: x.to(device) for n, x in paged(1, 2, 1, 1, [70]).items()}
-    more = {n: torch.cat([x, x]) for n, x in tensors.items() if "pages" in n}
-    table = tensors["block_table"]
-    longer = torch.cat([table, table], 1)
-    at = longer.new_zeros(table.numel() + 1)[1:].view(table.shape).copy_(table)
-    changes = {}, more, {"block_table": longer}, {"block_table": at}
-    results = [ff.paged_attention(**tensors | change) for change in (*changes, *changes)]
-    torch.testing.assert_close(torch.stack(results), results[0].expand(8, *results[0].shape))
-    assert len(split) == 8 and len(set(split)) == 4
-
-
-def test_pages_have_no_gradient(backend, device):
-    tensors = {n: x.to(device) for n, x in paged(1, 2, 2, 1, [20]).items()}
-    for name in ("query", "key_pages", "value_pages"):
-        moving = tensors | {name: tensors[name].clone().requires_grad_()}
-        with pytest.raises(RuntimeError, match=f"{name} requires a gradient"):
-            ff.paged_attention(**moving)
-        with torch.no_grad():
-            assert not ff.paged_attention(**moving).requires_grad
+def test_copies_ahead(split, device):
+    """A loop that may have to run again would copy nothing ahead."""
+    tensors = qkv(1, 2, 1, 2, 700, device=device)
+    mask = torch.rand(1, 1, 1, 700, device=device) > 0.5
+    ff.scaled_dot_product_attention(**tensors, enable_gqa=True, attn_mask=mask)
+    assert not split[0].tile.recompute_masked
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pages", [False, True])
-def test_in_a_graph(device, pages):
+def test_in_a_graph(device):
     """The launches follow from the shapes: a captured call takes the lengths of its replay."""
-    tensors = {n: x.to(device) for n, x in paged(2, 8, 2, 1, [900, 300], 64).items()}
-    tensors = {n: x.nan_to_num() if x.is_floating_point() else x for n, x in tensors.items()}
-    if not pages:
-        tensors = unpaged(tensors)
-    call = ff.paged_attention if pages else ff.scaled_dot_product_attention
-    options = {} if pages else dict(enable_gqa=True)
-    call(**tensors, **options)
+    tensors = qkv(2, 8, 2, 1, 900, device=device)
+    tensors["key_lengths"] = torch.tensor([900, 300], device=device)
+    ff.scaled_dot_product_attention(**tensors, enable_gqa=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = call(**tensors, **options)
-    for lengths in ([900, 300], [1, 0], [64, 899 if not pages else 299]):
+        out = ff.scaled_dot_product_attention(**tensors, enable_gqa=True)
+    for lengths in ([900, 300], [1, 0], [64, 299]):
         tensors["key_lengths"].copy_(torch.tensor(lengths))
         graph.replay()
-        assert torch.equal(out, call(**tensors, **options))
+        assert torch.equal(out, ff.scaled_dot_product_attention(**tensors, enable_gqa=True))
 
 
 def test_compiled(backend, device):
-    """The ops are nodes of the graph of a step, for every number of keys."""
-    tensors = {n: x.to(device) for n, x in paged(2, 4, 2, 1, [300, 33], 32).items()}
+    """The op is a node of the graph of a step."""
+    tensors = qkv(2, 4, 2, 1, 300, device=device)
 
-    def step(query, key_pages, value_pages, block_table, key_lengths):
-        given = query, key_pages, value_pages, block_table, key_lengths
-        keys = key_pages[: len(query) * 10].view(len(query), -1, *key_pages.shape[2:])
-        values = value_pages[: len(query) * 10].view(len(query), -1, *value_pages.shape[2:])
-        more = query, keys.transpose(1, 2), values.transpose(1, 2)
-        out = ff.paged_attention(*given)
-        return out + ff.scaled_dot_product_attention(*more, enable_gqa=True, is_causal=True)
+    def step(**tensors):
+        return ff.scaled_dot_product_attention(**tensors, enable_gqa=True, is_causal=True)
 
-    tensors = {n: x.nan_to_num() if x.is_floating_point() else x for n, x in tensors.items()}
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**tensors), step(**tensors))

@@ -24,7 +24,6 @@ from calls import (
     embed,
     layer_norm,
     outputs_of,
-    paged_attention,
     rms_norm,
     scaled_dot_product_attention,
 )
@@ -46,7 +45,6 @@ MATHEMATICS = {
         **x, value=np.zeros((*x["key"].shape[:3], 1))
     )[2:],
     "packed_attention": lambda **x: independent.packed_attention(**x)[: 1 + x["return_lse"]],
-    "paged_attention": lambda **x: independent.paged_attention(**x)[: 1 + x["return_lse"]],
     "geglu": independent.gated("gelu"),
     "swiglu": independent.gated("silu"),
 }
@@ -179,7 +177,7 @@ def results(case, seed, device, wanted=None):
     draw.dtype = torch.float32
     tensors, options = case(draw)
     floating = [n for n, x in tensors.items() if x is not None and x.is_floating_point()]
-    floating = [] if case is paged_attention else [wanted] if wanted else floating  # it has none
+    floating = [wanted] if wanted else floating
     leaves = {n: tensors[n].requires_grad_() for n in floating}
     outputs = outputs_of(case, tensors, options)
     moving = [x for x in outputs if x.requires_grad]

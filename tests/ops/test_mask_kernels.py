@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from test_block_mask import attend, inputs
 
 import fastformer as ff
@@ -318,26 +317,16 @@ def test_similar_masks_share_a_plan():
     assert len(launch.plans) == 1
 
 
-@pytest.mark.parametrize("paged", [False, True])
-def test_few_queries(against_oracle, work, tiles, paged):
+def test_few_queries(against_oracle, work, tiles):
     """A step of decoding takes rows of the mask, and visits the tiles of keys that they show."""
     tiles(16, 64)
     mask = ff.block_mask(PATTERNS["sinks and window"])
     rows = dict(attn_mask=ff.block_mask(mask.dense(slice(440, 444))))
     given = inputs("cpu", b=1, h=2, sq=4, sk=N)
-    table = torch.arange(8, dtype=torch.int32)[None]
-
-    def call(query, key, value):
-        if eager.formula.always or not paged:
-            return ff.scaled_dot_product_attention(query, key, value, **rows)
-        pages = (F.pad(x, (0, 0, 0, 62)).view(2, 8, 64, 16).transpose(0, 1) for x in (key, value))
-        pages = (x.transpose(1, 2) for x in pages)
-        shown = dict(attn_mask=ff.block_mask(F.pad(rows["attn_mask"].dense(), (0, 62))))
-        return ff.paged_attention(query, *pages, table, torch.tensor([N]), **shown)
-
     with use_backend("triton"):
-        against_oracle(call, given, gradients=False)
-        assert work(lambda: call(**given)).products == 2 * 2 * 2  # the first tile, and the window's
+        against_oracle(ff.scaled_dot_product_attention, given, gradients=False, **rows)
+        found = work(lambda: ff.scaled_dot_product_attention(**given, **rows))
+        assert found.products == 2 * 2 * 2  # the first tile, and the window's
 
 
 def test_what_explain_says():

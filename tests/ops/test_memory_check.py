@@ -288,12 +288,6 @@ def decode():
     ff.scaled_dot_product_attention(*x, enable_gqa=True)
 
 
-def paged():
-    table, lengths = torch.tensor([[2, 5]]).int(), torch.tensor([20]).int()
-    pages = drawn(6, 16, 1, 16)
-    ff.paged_attention(drawn(1, 2, 1, 16), pages, pages.clone(), table, lengths)
-
-
 CALLS = {
     "norm": lambda: norm(13),
     "wide norm": lambda: norm(20),
@@ -311,7 +305,6 @@ CALLS = {
     "bias of keys": lambda: attend(bias=drawn(1, 2, 1, 24)),
     "packed": packed,
     "decode": decode,
-    "paged": paged,
 }
 
 

@@ -110,23 +110,14 @@ def test_packed(against_oracle, random, device):
 
 @pytest.mark.parametrize("d", (64, 128) if GPU else (16, 32))
 def test_decoding(against_oracle, random, device, d):
-    """Few queries over a cache of keys in one piece, and the same in pages, a head of it for four
-    of the query.
-    """
-    length, page = (8192, 64) if GPU else (320, 16)
+    """Few queries over a cache of keys, a head of it for four of the query."""
+    length = 8192 if GPU else 320
     options = dict(is_causal=True, causal_alignment="bottom_right")
     tensors = {"query": random(2, 8, 3, d, scale=1.5)}
     tensors["key_lengths"] = torch.tensor([length - 7, length // 3], device=device)
-    held = {name: random(2, 2, length, d, scale=1.5) for name in ("key", "value")}
-    attention = dict(enable_gqa=True, gradients=False, **options)
-    against_oracle(ff.scaled_dot_product_attention, tensors | held, **attention)
-    blocks = length // page
-    order = torch.randperm(2 * blocks, device=device)
-    tensors["block_table"] = order.view(2, blocks).int()
-    for name, x in held.items():
-        tensors[f"{name}_pages"] = torch.empty(2 * blocks, page, 2, d, device=device, dtype=x.dtype)
-        tensors[f"{name}_pages"][order] = x.transpose(1, 2).reshape(-1, page, 2, d)
-    against_oracle(ff.paged_attention, tensors, gradients=False, **options)
+    tensors |= {name: random(2, 2, length, d, scale=1.5) for name in ("key", "value")}
+    options |= dict(enable_gqa=True, gradients=False)
+    against_oracle(ff.scaled_dot_product_attention, tensors, **options)
 
 
 @EVERY_DTYPE

@@ -24,7 +24,6 @@ ERRORS = ValueError, TypeError, RuntimeError
 # ---------------------------------------------------------------------------------- the right calls
 
 B, T, S, H, D, F, V = 2, 3, 5, 2, 8, 12, 11
-P, PAGE = 4, 16  # pages, and the keys of each
 
 
 def floats(*shape):
@@ -88,12 +87,6 @@ OPS = {
         sinks=floats(H),
         attn_mask=ff.block_mask(torch.ones(B * T, B * S) > 0), return_lse=True,
         **DROPOUT,
-    ),
-    "paged_attention": lambda: dict(
-        query=floats(B, H, T, D), key_pages=floats(P, PAGE, H, D),
-        value_pages=floats(P, PAGE, H, D), block_table=ids(B, 2, high=P).int(),
-        **{name: x for name, x in scores(2 * PAGE).items() if name != "enable_gqa"},
-        return_lse=True,
     ),
     "attention_weights": lambda: dict(
         **heads(), **scores(), rows=slice(0, 2), heads=torch.tensor([1])
@@ -295,10 +288,7 @@ CALLS = {
         ff.KVCache(B, H, 9, D).crop, lambda: dict(length=torch.ones(B).int())),
     "KVCache.reorder": lambda: (
         ff.KVCache(B, H, 9, D).reorder, lambda: dict(index=torch.ones(B).int())),
-    "PagedKVCache": lambda: (ff.PagedKVCache, lambda: dict(
-        pages=3, page_size=16, heads=H, head_dim=D, value_dim=D, batch=B, blocks=2,
-        dtype=torch.float32, device="cpu")),
-    "DecoderCache": lambda: (ff.DecoderCache, lambda: dict(capacity=S, page_size=16, pages=3)),
+    "DecoderCache": lambda: (ff.DecoderCache, lambda: dict(capacity=S)),
     "greedy_decode": lambda: (
         ff.greedy_decode, lambda: dict(**search(), repetition_penalty=1.5)),
     "sample": lambda: (ff.sample, lambda: dict(**search(), **DRAWS)),
@@ -496,16 +486,16 @@ LEGITIMATE = {
     ],
     "a learning rate may be as large": ["rate.factor too large", "make_optimizer.factor too large"],
     "the 64 bits of a seed are read as a signed number": ["*.dropout_seed negative"],
-    "it broadcasts": ["*.attn_mask short 0", "[as]*.bias short 0", "paged*.bias short 0",
+    "it broadcasts": ["*.attn_mask short 0", "[as]*.bias short 0",
         "*.attn_mask scalar", "scaled*.bias scalar", "attention_w*.bias scalar",
-        "block_mask.source scalar", "paged*.bias scalar", "*Attention.[fc]*.bias scalar",
+        "block_mask.source scalar", "*Attention.[fc]*.bias scalar",
         "attention.mask scalar",
         "attention.mask wrong rank"],
     "any leading sizes": [f"{op}.{x} short 0" for op, x in (("[rl]*_norm", "input"),
         ("feed_forward", "input"), ("*glu", "input"), ("embed", "tokens"))],
     "a size of its own": ["scaled*.value short 3", "packed*.value short 2",
-        "paged*.value_pages short 3", "embed.tokens short 1", "rotary*.query short 1",
-        "rotary*.key short 1", "attention_weights.heads short 0"],
+        "embed.tokens short 1", "rotary*.query short 1", "rotary*.key short 1",
+        "attention_weights.heads short 0"],
     "any leading dimensions": [f"{of} wrong rank" for of in (
         "layer_norm.input", "rms_norm.input", "feed_forward.input", "geglu.input", "swiglu.input",
         "embed.tokens", "attention.query", "attention.key", "attention.value",
@@ -620,7 +610,7 @@ def test_every_public_name_is_in_the_table():
     assert tried.union(*LEFT_OUT.values()) == set(ff.__all__)
 
 
-ATTENTION, PAGED, ROTARY = "scaled_dot_product_attention", "paged_attention", "rotary_embedding"
+ATTENTION, ROTARY = "scaled_dot_product_attention", "rotary_embedding"
 PACKED, LOSSES = "packed_attention", ("cross_entropy", "linear_cross_entropy")
 ONE_HEAD = dict.fromkeys(("key", "value"), torch.zeros(B, 1, S, D))
 
@@ -672,9 +662,6 @@ OTHERS = [
     (PACKED, offsets(0, B * T + 1, B * T), "decreases by 1"),
     (PACKED, offsets(0, B * T), "cu_seqlens_k has shape"),
     (PACKED, dict(cu_seqlens_q=torch.tensor([0, T, B * T])), "cu_seqlens_q has dtype torch.int64"),
-    (PAGED, dict(key_pages=floats(P, 24, H, D)), "expected pages of 16, 32"),
-    (PAGED, dict(key_pages=floats(0, PAGE, H, D)), "expected one page or more"),
-    (PAGED, dict(query=floats(B, 3, T, D)), "a number of heads that divides 3"),
     ("embed", dict(tokens=ids(1, S + 1)), "tokens has 6 positions; expected"),
     ("embed", dict(padding_idx=V), f"padding_idx is {V}"),
     (("geglu", "swiglu"), dict(w=floats(25, D)), r"w has .* \[25, .*; expected \[2 d_ff, d\]"),

@@ -280,13 +280,6 @@ def tokens(**more: Any) -> Callable[[], Tensors]:
     return lambda: {n: normal(S, 2, 64) for n in ("query", "key", "value")} | offsets
 
 
-def from_pages(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Of pages [P, page, G, D], beside a sum that has a gradient."""
-    table = torch.arange(len(key), dtype=torch.int32, device=key.device).view(len(query), -1)
-    given = query.detach(), key.detach(), value.detach(), table.flip(1)
-    return ff.paged_attention(*given, **options) + query + 0 * (key.sum() + value.sum())
-
-
 case("packed_attention", "packed", tokens(), ("dense", "shifted", "only cu_seqlens_k"),
      call=packed, is_causal=True, sampled=True, **DROPOUT)  # fmt: skip
 case("packed_attention", "packed, window", tokens(), ("padded", "strided"), call=packed,
@@ -294,11 +287,6 @@ case("packed_attention", "packed, window", tokens(), ("padded", "strided"), call
 case("packed_attention", "packed, terms", lambda: {**tokens()(), "bias": normal(S)},
      ("dense", "only bias"), call=packed, softcap=9.0, is_causal=True,
      alibi_slopes=torch.tensor([0.3, 0.1]))  # fmt: skip
-case("paged_attention", "paged", lambda: {
-    "query": normal(2, 4, 3, 64), **{n: normal(6, 32, 2, 64) for n in ("key", "value")},
-    "key_lengths": torch.tensor([70, 90])}, ("dense", "only key", "padded"),
-     call=from_pages, is_causal=True,
-     causal_alignment="bottom_right", sampled=True)  # fmt: skip
 
 
 def both(**given: Any) -> Tensor:

@@ -1,1 +1,1 @@
-"""Attention: padded, packed, and paged."""
+"""Attention: padded and packed."""

@@ -23,7 +23,6 @@ from fastformer.checks import (
 from fastformer.eager import may_read
 from fastformer.mask_tiles import BlockMask
 
-PAGE_SIZES = (16, 32, 64, 128, 256)
 ALIGNMENTS = ("top_left", "bottom_right")
 Scores = tuple[int, int, int, int]  # the shape of the scores, [B, H, Sq, Sk]
 Blocks = tuple[Tensor | None, Tensor | None, Tensor | None]  # the tensors of a BlockMask
@@ -66,59 +65,11 @@ def require_attention(
         )
     if enable_gqa and (heads % key_heads if key_heads else heads):
         raise ValueError(f"key {shape_of(key)}; expected a number of heads that divides {heads}")
-    return default_scale(scale, dim), (batch, heads, q_length, k_length)
-
-
-def default_scale(scale: float | None, dim: int) -> float:
     if scale is None:
-        return 1.0 / math.sqrt(max(1, dim))
-    return require_number("scale", scale, "a number or None")
-
-
-def require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> int:
-    """Check pages and table against the query. Return how many keys a sequence has room for."""
-    batch, heads, _, dim = query.shape
-    for name, x in (("key_pages", keys), ("value_pages", values)):
-        if x.dim() != 4:
-            raise wrong_shape(name, x, "[P, page, G, D]")
-    if keys.shape[1] not in PAGE_SIZES:
-        sizes = ", ".join(map(str, PAGE_SIZES))
-        raise wrong_shape("key_pages", keys, f"pages of {sizes} keys")
-    if keys.shape[0] < 1:
-        raise wrong_shape("key_pages", keys, "one page or more")
-    if values.shape[:3] != keys.shape[:3]:
-        raise wrong_shape(
-            "value_pages", values, f"the pages and the heads of key_pages {shape_of(keys)}"
-        )
-    if keys.shape[3] != dim:
-        raise ValueError(
-            f"key_pages {shape_of(keys)}; expected the head dim of query {shape_of(query)}, {dim}"
-        )
-    if heads % keys.shape[2] if keys.shape[2] else heads:
-        raise ValueError(
-            f"key_pages {shape_of(keys)}; expected a number of heads that divides {heads}"
-        )
-    require_tensor("block_table", table, "an int32 tensor")
-    if table.dtype != torch.int32:
-        raise TypeError(f"block_table has dtype {table.dtype}; expected torch.int32")
-    if table.dim() != 2 or table.shape[0] != batch:
-        raise wrong_shape("block_table", table, f"[B, blocks] with B = {batch}")
-    require_device("block_table", table, "query", query)
-    return table.shape[1] * keys.shape[1]
-
-
-def require_table(table: Tensor, key_lengths: Tensor, keys: Tensor) -> None:
-    """Require that the entries of the table within key_lengths are indices of pages."""
-    pages, page = keys.shape[:2]
-    first = torch.arange(table.shape[1], device=table.device) * page
-    used = table[first < key_lengths.view(-1, 1)]
-    if used.numel():
-        low, high = map(int, used.aminmax())
-        if low < 0 or high >= pages:
-            raise ValueError(
-                f"block_table holds page {low if low < 0 else high}; "
-                f"expected pages from 0 to {pages - 1}"
-            )
+        scale = 1.0 / math.sqrt(max(1, dim))
+    else:
+        scale = require_number("scale", scale, "a number or None")
+    return scale, (batch, heads, q_length, k_length)
 
 
 def mask_and_bias(

@@ -13,7 +13,6 @@ from fastformer.checks import (
     autocast,
     autocasts,
     checked_softcap,
-    refuse_gradients,
     refuse_keywords,
     require_choice,
     require_dropout,
@@ -26,27 +25,22 @@ from fastformer.checks import (
 )
 from fastformer.description import Attention
 from fastformer.dispatch import backends
-from fastformer.eager import may_read
 from fastformer.mask_tiles import BlockMask
 from fastformer.ops.attention import reference
 from fastformer.ops.attention.arguments import (
     ALIGNMENTS,
     NO_BLOCKS,
-    Scores,
     as_flags,
     checked_blocks,
     checked_key_bias,
     checked_sinks,
     checked_slopes,
     checked_window,
-    default_scale,
     mask_and_bias,
     require_attention,
     require_index,
     require_lengths,
     require_offsets,
-    require_pages,
-    require_table,
 )
 from fastformer.ops.attention.by_torch import usual_call
 
@@ -331,78 +325,6 @@ def packed_attention(
     )
 
 
-def paged_attention(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    block_table: Tensor,
-    key_lengths: Tensor,
-    *,
-    attn_mask: Tensor | BlockMask | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    bias: Tensor | None = None,
-    window: Sequence[int | None] | None = None,
-    causal_alignment: str = "top_left",
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """Compute `scaled_dot_product_attention` over keys and values that are stored in pages.
-
-    Key j of sequence b is in page block_table[b, j // page], at position j % page.
-
-    Args:
-        query: [B, H, Sq, D], float32, float16, bfloat16 or float64.
-        key_pages: [P, page, G, D], of the same dtype, any strides. A page has 16, 32, 64, 128 or
-            256 keys. G divides H, and query head h reads key-value head h // (H / G).
-        value_pages: [P, page, G, Dv].
-        block_table: [B, blocks] int32: the indices of the pages of each sequence, in order. Sk is
-            blocks * page. Only entries within key_lengths are read.
-        key_lengths: [B] integers: sequence b has the keys 0 .. key_lengths[b] - 1.
-        attn_mask, bias: as in `scaled_dot_product_attention`, without gradient.
-        is_causal, scale, window, causal_alignment, alibi_slopes, softcap, sinks, return_lse: as in
-            `scaled_dot_product_attention`.
-
-    Returns:
-        [B, H, Sq, Dv] in the dtype of the query, and with `return_lse` also lse [B, H, Sq], as in
-        `scaled_dot_product_attention`. They have no gradient.
-
-    Raises:
-        ValueError: what `scaled_dot_product_attention` raises; a page of another size; a length
-            outside [0, Sk]; an index outside [0, P) in an entry of the table that is read. On a
-            GPU, where the values of the table are not checked, such an index is clamped.
-        TypeError: dtypes that differ or are not floating, a table that is not int32.
-        RuntimeError: a tensor requires a gradient, outside of torch.no_grad().
-
-    Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
-    PagedAttention", section 4.1.
-    """
-    query, key_pages, value_pages = autocast(query, key_pages, value_pages)
-    require_floating(query=query, key_pages=key_pages, value_pages=value_pages)
-    _require_heads(query=query)
-    k_length = require_pages(query, key_pages, value_pages, block_table)
-    require_lengths(key_lengths, query, k_length)
-    if may_read(block_table) and may_read(key_lengths):
-        require_table(block_table, key_lengths, key_pages)
-    scale, scores = default_scale(scale, query.shape[3]), (*query.shape[:3], k_length)
-    band = is_causal, window, causal_alignment
-    others = attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks
-    attention = _described(query, scores, scale, band, *others)
-    given = dict(query=query, key_pages=key_pages, value_pages=value_pages)
-    refuse_gradients("paged_attention", **given, bias=attention.bias, sinks=attention.sinks)
-    return backends.run(
-        "paged_attention",
-        query=query,
-        key_pages=key_pages,
-        value_pages=value_pages,
-        block_table=block_table.contiguous(),
-        attention=attention,
-        return_lse=require_flag("return_lse", return_lse),
-    )
-
-
 def attention_weights(
     query: Tensor,
     key: Tensor,
@@ -446,43 +368,26 @@ def attention_weights(
     """
     query, key = autocast(query, key)
     require_floating(query=query, key=key)
-    _require_heads(query=query, key=key)
+    for name, heads_of in (("query", query), ("key", key)):
+        if heads_of.dim() != 4:
+            raise wrong_shape(name, heads_of, "four dimensions [B, H, S, D]")
     enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale, scores = require_attention(query, key, key, scale, enable_gqa)
     if key_lengths is not None:
         require_lengths(key_lengths, query, scores[3])
+        key_lengths = key_lengths.contiguous()
     for name, x, n in (("rows", rows, scores[2]), ("heads", heads, scores[1])):
         require_index(name, x, n, query)
-    band = is_causal, window, causal_alignment
-    others = attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks
-    attention = _described(query, scores, scale, band, *others)
-    return reference.attention_weights(query, key, attention, rows, heads)
-
-
-def _described(
-    query: Tensor,
-    scores: Scores,
-    scale: float,
-    band: tuple[bool, Sequence[int | None] | None, str],
-    *others: Any,
-) -> Attention:
-    """Check all arguments but scale and lengths, and return the description of attention, with
-    heads and without dropout.
-
-    `scaled_dot_product_attention` does the same inline, because that is faster.
-    """
-    is_causal, window, alignment = band
-    attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks = others
-    attn_mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores)
-    return Attention(
-        attn_mask,
+    mask, bias, blocks = mask_and_bias(attn_mask, bias, query, scores)
+    attention = Attention(
+        mask,
         0.0,
         require_flag("is_causal", is_causal),
         scale,
         bias,
-        None if key_lengths is None else key_lengths.contiguous(),
+        key_lengths,
         checked_window(window),
-        require_choice("causal_alignment", alignment, ALIGNMENTS),
+        require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         checked_slopes(alibi_slopes, query, query.shape[0]),
         checked_softcap(softcap),
         checked_sinks(sinks, query),
@@ -490,6 +395,7 @@ def _described(
         None,
         *blocks,
     )
+    return reference.attention_weights(query, key, attention, rows, heads)
 
 
 def _are_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -507,12 +413,6 @@ def _are_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.dim() == key.dim() == value.dim() == 4
         and not (query.is_nested or key.is_nested or value.is_nested or autocasts())
     )
-
-
-def _require_heads(**tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        if x.dim() != 4:
-            raise wrong_shape(name, x, "four dimensions [B, H, S, D]")
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:

@@ -98,5 +98,4 @@ backends.register(
         reference.packed_attention,
         joint=joint_reference,
     ),
-    Operation("attention", contract.paged_attention, reference.paged_attention),
 )

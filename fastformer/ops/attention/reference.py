@@ -386,19 +386,6 @@ def _places(cu_seqlens: Tensor, x: Tensor, length: int, batch: int) -> Tensor:
     return torch.where(tokens < cu_seqlens[-1], place, batch * length)
 
 
-def paged_attention(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    block_table: Tensor,
-    attention: Attention,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    places = block_table.clamp(0, key_pages.shape[0] - 1).long()
-    key, value = (x[places].flatten(1, 2).transpose(1, 2) for x in (key_pages, value_pages))
-    return scaled_dot_product_attention(query, key, value, attention, return_lse)
-
-
 def attention_weights(
     query: Tensor,
     key: Tensor,

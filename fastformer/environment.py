@@ -13,7 +13,7 @@ from fastformer._version import __version__
 
 
 def devices() -> list[torch.device]:
-    """Return the CPU and every CUDA or HIP device."""
+    """Return the CPU and every GPU."""
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return [torch.device("cpu"), *(torch.device("cuda", i) for i in gpus)]
 
@@ -35,7 +35,7 @@ def describe(device: torch.device) -> dict[str, str | int | None]:
 
 
 def _triton_version() -> str | None:
-    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"):
+    for name in ("triton", "pytorch-triton", "triton-windows"):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -264,16 +264,13 @@ compute_capability.__dict__["_dynamo_marked_constant"] = True
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Return the device's row in the tables: sm_80 .. sm_100, gfx942, interpreter, or other.
+    """Return the device's row in the tables: sm_80 .. sm_100, interpreter, or other.
 
     sm_86 is the row of all GPUs with 101376 bytes of shared memory per block: 8.6, 8.9 and 12.x,
     and sm_100 that of those with tcgen05 and 232448 bytes: 10.x, and 11.0 (Jetson Thor).
     """
     if INTERPRETED:
         return "interpreter"
-    if torch.version.hip is not None:
-        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        return name if name == "gfx942" else "other"
     major, minor = compute_capability(device)
     if major == 8:
         return {0: "sm_80", 6: "sm_86", 9: "sm_86"}.get(minor, "other")
@@ -303,9 +300,9 @@ def allow_tf32() -> bool:
 
 def dot_precision(arch: str) -> str:
     """Return how `tl.dot` multiplies float32: with three tf32 products, or with one if torch allows
-    tf32; in the interpreter and on AMD GPUs as IEEE float32.
+    tf32; in the interpreter as IEEE float32.
     """
-    if arch == "interpreter" or torch.version.hip is not None:
+    if arch == "interpreter":
         return "ieee"
     return "tf32" if allow_tf32() else "tf32x3"
 
@@ -342,6 +339,6 @@ def unsupported_dtype(x: Tensor) -> str | None:
         return None
     if x.dtype == torch.float64:
         return "the kernels run float64 in Triton's interpreter only"
-    if torch.version.hip is None and compute_capability(x.device) < (8, 0):
+    if compute_capability(x.device) < (8, 0):
         return "the kernels need compute capability 8.0 or newer"
     return None

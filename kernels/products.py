@@ -53,7 +53,6 @@ CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
     "sm_100": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
     "sm_80": (Tiles(128, 128, 32, 8, 3), Tiles(64, 64, 32, 4, 3)),
     "sm_86": (Tiles(128, 128, 32, 8, 3), Tiles(64, 64, 32, 4, 2)),
-    "gfx942": (Tiles(128, 128, 32, 8, 2), Tiles(64, 64, 32, 4, 2)),
     "interpreter": (Tiles(256, 256, 256, 4, 1), Tiles(256, 256, 256, 4, 1)),
     "other": (Tiles(64, 64, 32, 4, 2), Tiles(64, 64, 16, 4, 1)),
 }
@@ -62,7 +61,7 @@ GROUP_ROWS = 8  # row blocks that share the columns of w in the L2 cache
 
 def configuration(arch: str, dtype: torch.dtype) -> Tiles:
     """Choose the tiles of a GEMM by architecture and dtype."""
-    return CONFIGURATIONS.get(arch, CONFIGURATIONS["other"])[dtype == torch.float32]
+    return CONFIGURATIONS[arch][dtype == torch.float32]
 
 
 class Sizes(NamedTuple):
@@ -141,6 +140,8 @@ def unsupported(x: Tensor) -> str | None:
     """Return why the kernel cannot multiply x, or None."""
     if not x.is_cuda and not (x.is_cpu and INTERPRETED):
         return f"the tensors are on a {x.device.type} device, and there is no interpreter"
+    if x.is_cuda and torch.version.hip is not None:
+        return "the kernels do not run on AMD GPUs (HIP)"
     if not x.is_floating_point():
         return f"the tensors have dtype {x.dtype}"
     return unsupported_dtype(x)

@@ -195,13 +195,12 @@ for _dtype in ("bf16", "fp32"):
 for _op, _dtype in (("geglu", "bf16"), ("geglu", "fp32"), ("swiglu", "bf16")):
     _add("sm_90", _op, _dtype, (4096,))
 _add("sm_90", "gated_activation", "bf16", (4096,), ["", "limit"])
-for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "other"):
+for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "other"):
     _add(_arch, "decode", "bf16", (128, 256), [_CAUSAL])
     _add(_arch, "decode", "fp32", (128, 256), [_CAUSAL])
-for _arch in ("sm_80", "sm_89", "sm_100", "sm_120", "gfx942", "gfx90a", "other"):
-    if _arch != "gfx90a":
-        _add(_arch, "attention", "bf16", (128,), ["causal"])
-        _add(_arch, "attention", "bf16", (64, 128, 256), ["key mask, dropout"])
+for _arch in ("sm_80", "sm_89", "sm_100", "sm_120", "other"):
+    _add(_arch, "attention", "bf16", (128,), ["causal"])
+    _add(_arch, "attention", "bf16", (64, 128, 256), ["key mask, dropout"])
     _add(_arch, "attention", "bf16", (64, 128, 256), _WITH_EVERY)
     _add(_arch, "attention", "fp32", (64, 128, 256), _WITH_EVERY)
     _add(_arch, "layer_norm", "bf16", (8192, 16384))
@@ -225,9 +224,8 @@ def _variant(name: str, suffix: str, **facts: Any) -> None:
     CASES[f"{name}, {suffix}"] = {**CASES[name], **facts}
 
 
-for _arch in ("sm_90", "gfx942"):
-    _base = f"{_arch} feed_forward bf16 gelu, dropout"
-    _variant(_base, "torch's GEMM", choices={"feed_forward first": "torch"})
+_by_torch = {"feed_forward first": "torch"}
+_variant("sm_90 feed_forward bf16 gelu, dropout", "torch's GEMM", choices=_by_torch)
 _variant("sm_90 decode bf16 D=128 one query, lengths", "batch-invariant", invariant=True)
 
 

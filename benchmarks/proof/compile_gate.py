@@ -52,7 +52,7 @@ def spills(name: str, kernels: list[Kernel]) -> list[str]:
 def problems(name: str, answer: dict[str, Any]) -> list[str]:
     """Return what is wrong with a compiled case beside what the data show, in words."""
     case, found = CASES[name], []
-    cuda, single = not case["arch"].startswith("gfx"), case["dtype"] == "fp32"
+    single = case["dtype"] == "fp32"
     for record in answer["records"]:
         kernel = record["kernel"]
 
@@ -93,11 +93,11 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
             say(f"the matrix instruction is {record['matrix']}")
         if record["matrix"] == "-":
             say("no matrix instruction")
-        if cuda and record["stages"] > 1 and record["asynchronous"] == "-":
+        if record["stages"] > 1 and record["asynchronous"] == "-":
             say("no asynchronous copies, with more than one stage")
-        if single and record["precision"] != ("tf32x3" if cuda else "ieee"):
+        if single and record["precision"] != "tf32x3":
             say(f"float32 products by {record['precision']}")
-        if single and cuda and record["parts"] < 3:
+        if single and record["parts"] < 3:
             say(f"{record['parts']} tf32 products for a float32 one")
     return found
 

@@ -58,10 +58,8 @@ TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
     "sm_100": (GPUTarget("cuda", 100, 32), "sm_100", 232448),
     "sm_103": (GPUTarget("cuda", 103, 32), "sm_100", 232448),
     "sm_120": (GPUTarget("cuda", 120, 32), "sm_86", 101376),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), "gfx942", 65536),
-    # two that have no row of their own, with the least that such a GPU has
+    # one that has no row of its own, with the least that such a GPU has
     "other": (GPUTarget("cuda", 80, 32), "other", 101376),
-    "gfx90a": (GPUTarget("hip", "gfx90a", 64), "other", 65536),
 }
 FACTS = {  # of an H100: its multiprocessors, and the bytes of its L2 cache
     "processors": 132,
@@ -124,26 +122,6 @@ def read_loops(kernel: Any) -> dict[str, Any]:
         return facts | dict(loops=each, products=products, outstanding=facts["outstanding"] * n)
     loops = [sass.count(x, warps) for x in loops]
     return dict(**facts, loops=loops, products=sass.products(kernel.asm["ttir"]))
-
-
-def read_amd(kernel: Any) -> dict[str, Any]:
-    text = kernel.asm["amdgcn"]
-
-    def number(field: str) -> int:
-        return max(map(int, re.findall(rf"\.{field}:\s+(\d+)", text)))
-
-    return dict(
-        registers=number("vgpr_count"),
-        spill=number(
-            "private_segment_fixed_size"
-        ),  # what is "spilled" to other registers is not in it
-        serialised=[],
-        matrix="mfma" if "v_mfma" in text else "-",
-        asynchronous="-",
-        vectors=bool(re.search(r"(global|buffer)_load_dwordx4", text)),
-        f64=bool(re.search(r"v_(add|mul|fma|mfma\w*)_f64", text)),
-        drops_nan=False,  # not to be seen: rounding to bfloat16 compares with NaN as well
-    )
 
 
 def read_products(kernel: Any) -> dict[str, Any]:
@@ -227,15 +205,13 @@ class Recorder:
             kept.write_text(log.getvalue())
         elif kept.exists():
             log.write(kept.read_text())
-        elif target.backend == "cuda":  # Triton's cache knows it, but not from here
+        else:  # Triton's cache knows it, but not from here
             os.environ["TRITON_ALWAYS_COMPILE"] = "1"
             try:
                 return self.compile_and_read(source, target, **options)
             finally:
                 del os.environ["TRITON_ALWAYS_COMPILE"]
-        facts = (
-            read_nvidia(kernel, log.getvalue()) if target.backend == "cuda" else read_amd(kernel)
-        )
+        facts = read_nvidia(kernel, log.getvalue())
         first = kernel.asm["ttir" if "ttir" in kernel.asm else "ttgir"]  # Gluon has no other
         facts["ends_early"] = "cf.cond_br" in first
         kernel.translated = sass.digest(kernel.asm["ttgir"])
@@ -523,7 +499,6 @@ def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     knobs.runtime.add_stages_inspection_hook = end_behind_ttgir if recorder.translate else None
     call = CALLS[case["op"]]
     choose_as_on(row)
-    torch.version.hip = "stand-in" if target.backend == "hip" else None
     started = processor_seconds()
     try:
         choices = case.get("choices", {}).items()

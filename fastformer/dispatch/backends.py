@@ -242,6 +242,8 @@ def _unsupported_reason(op: str, arguments: Arguments, device: torch.device) -> 
     """Return why the kernels of `op` cannot run this call, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"there is no Triton kernel for a {device.type} device"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "AMD GPUs (HIP) run the PyTorch reference"
     if not _HAS_TRITON:
         return "triton is not installed"
     kernels = _load(op)

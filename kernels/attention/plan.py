@@ -258,8 +258,7 @@ class Plan:
             value_block=max(16, next_power_of_2(width)),
             wide=wide,
             split=narrow and self.arch in ("sm_90", "sm_100", "interpreter") and splits_biased,
-            recompute_masked=half
-            and self.arch in ("sm_80", "sm_86", "sm_90", "other", "interpreter"),
+            recompute_masked=half and self.arch != "sm_100",
             precision=dot_precision(self.arch),
             acc=tl.float64 if query.dtype == torch.float64 else tl.float32,
         )

@@ -69,7 +69,7 @@ def configuration(n: int, arch: str) -> Tiles:
     block = max(16, min(next_power_of_2(n), ONE_BLOCK if n <= ONE_BLOCK else 4096))
     if arch == "interpreter":  # few programs: each interpreted operation has a fixed cost
         return Tiles(max(1, min(64, 65536 // block)), block, 4)
-    warps = 4 if block <= 2048 else 8 if block <= 4096 or arch in ("gfx942", "other") else 16
+    warps = 4 if block <= 2048 else 8 if block <= 4096 or arch == "other" else 16
     # One small tile in each of PARTIAL_SUMS programs is too few bytes to hide the memory latency.
     stages = 3 if block <= 4096 and arch.startswith("sm_") else 1
     return Tiles(max(1, 2048 // block), block, warps, stages)

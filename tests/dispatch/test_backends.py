@@ -3,10 +3,12 @@ it.
 """
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastformer as ff
 from fastformer import current_backend, explain, use_backend
@@ -252,7 +254,6 @@ def test_a_gpu_is_asked_once(monkeypatch):
     launch = pytest.importorskip("fastformer.kernels.launch")
     asked = []
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(torch.version, "hip", None)
     for name, answer in (("capability", (9, 0)), ("name", "a GPU")):
         monkeypatch.setattr(
             torch.cuda, f"get_device_{name}", lambda _, n=name, a=answer: asked.append(n) or a
@@ -308,8 +309,7 @@ def test_tf32_as_torch_was_told(device, matmul, setting):
     launch = pytest.importorskip("fastformer.kernels.launch")
     allowed = SETTINGS[setting](matmul)
     assert launch.allow_tf32() == allowed
-    if torch.version.hip is None:
-        assert launch.dot_precision("sm_90") == ("tf32" if allowed else "tf32x3")
+    assert launch.dot_precision("sm_90") == ("tf32" if allowed else "tf32x3")
     x = torch.randn(1, 1, 4, 16, device=device)
     with use_backend("triton"):
         ff.scaled_dot_product_attention(x, x, x)
@@ -330,7 +330,6 @@ def test_architectures(monkeypatch):
     """B300 has compute capability 10.3, Jetson Thor 11.0: they have what 10.0 has."""
     launch = pytest.importorskip("fastformer.kernels.launch")
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(torch.version, "hip", None)
     rows = {"sm_80": [(8, 0)], "sm_86": [(8, 6), (8, 9), (12, 0), (12, 1)], "sm_90": [(9, 0)]}
     rows |= {"sm_100": [(10, 0), (10, 1), (10, 3), (11, 0)], "other": [(8, 7), (13, 0)]}
     for name, capabilities in rows.items():
@@ -344,10 +343,29 @@ def test_compute_capabilities(monkeypatch, capability, runs):
     launch = pytest.importorskip("fastformer.kernels.launch")
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch, "compute_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", None)
     reason = launch.unsupported_dtype(torch.zeros(1))
     assert reason is None if runs else "need compute capability 8.0" in reason
     assert "interpreter only" in launch.unsupported_dtype(torch.zeros(1, dtype=torch.float64))
+
+
+def test_amd_gpus_run_the_reference(monkeypatch):
+    """Every op, on a HIP build of torch, whose GPUs are "cuda" devices; its CPU is as any other."""
+    products = pytest.importorskip("fastformer.kernels.products")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    why = "AMD GPUs (HIP) run the PyTorch reference"
+    with FakeTensorMode():
+        x = torch.empty(2, 8, device="cuda")
+        for op in backends.OPERATIONS:
+            assert backends.choose_backend(op, {"x": x}, "auto") == (op, "reference", why)
+            with pytest.raises(RuntimeError, match=rf"cannot run {op}: {re.escape(why)}"):
+                backends.choose_backend(op, {"x": x}, "triton")
+        with use_backend("auto"):
+            assert explain("layer_norm", x, 8).reason == why and ff.layer_norm(x, 8).is_cuda
+        with use_backend("triton"), pytest.raises(RuntimeError, match=re.escape(why)):
+            ff.layer_norm(x, 8)
+        assert products.unsupported(x) == "the kernels do not run on AMD GPUs (HIP)"
+    with use_backend("triton"):
+        assert explain("layer_norm", torch.ones(2), 2).reason == "it was chosen"
 
 
 def test_where_the_kernels_are_preferred():

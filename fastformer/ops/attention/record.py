@@ -67,7 +67,7 @@ def _faster(arguments: Arguments) -> str | None:
     """
     inputs = query, key, _ = tuple(arguments[name] for name in ("query", "key", "value"))
     alike = query.dtype == torch.bfloat16 and len({x.shape[2:] for x in inputs}) == 1
-    if torch.version.hip is not None or not alike or any(x.stride(-1) != 1 for x in inputs):
+    if not alike or any(x.stride(-1) != 1 for x in inputs):
         return None
     found = FASTER.get("sm_{}{}".format(*torch.cuda.get_device_capability(query.device)), {})
     grouped, length = query.shape[1] != key.shape[1], query.shape[2]

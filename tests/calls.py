@@ -125,14 +125,14 @@ def scores(draw):
     return tensors, options
 
 
-def scaled_dot_product_attention(draw, whole=False):
+def scaled_dot_product_attention(draw):
     tensors, options = scores(draw)
     batch, groups, columns, _ = tensors["key"].shape
     value = draw.normal(batch, groups, columns, draw.one(5, 8, 16))
     for b, n in enumerate(tensors.get("key_lengths", torch.tensor([])).tolist()):
         value[b, :, n:] = math.nan
     options |= {"return_lse": draw.often(), **draw.dropout()}
-    if not whole and "attn_mask" in tensors and draw.often():
+    if "attn_mask" in tensors and draw.often():
         sizes = dict(Sq=tensors["query"].shape[2], Sk=columns)
         options["attn_mask"] = ff.block_mask(tensors.pop("attn_mask"), **sizes)
     return {**tensors, "value": value}, options

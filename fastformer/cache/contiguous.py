@@ -85,12 +85,22 @@ class KVCache(AttendedCache):
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
         batch, heads, capacity = require_size(batch=batch, heads=heads, capacity=capacity)
+        require_size(head_dim=head_dim, value_dim=value_dim)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in checks.FLOATING:
+            raise TypeError(f"dtype is {dtype}; expected float32, float16, bfloat16 or float64")
+        try:
+            device = torch.get_default_device() if device is None else torch.device(device)
+        except RuntimeError as error:
+            wrong = f"device is {device!r}; expected a device of torch: {error}"
+            raise ValueError(wrong) from None
         self.capacity = capacity
-        self.key, self.value = _make_buffers(
-            (batch, heads, capacity), (head_dim, value_dim), dtype, device
-        )
-        with torch.inference_mode(False):
-            self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.key.device)
+        with torch.inference_mode(False):  # writable in and outside of it
+            self.key, self.value = (
+                torch.zeros(batch, heads, capacity, dim, dtype=dtype, device=device)
+                for dim in (head_dim, value_dim)
+            )
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.longest = 0
         self._even = True  # whether the host knows that all rows have length `longest`
         self._advanced = 0  # positions in `longest` that no append has written yet
@@ -230,11 +240,10 @@ class KVCache(AttendedCache):
         return F.pad(mask, (0, keys - self.longest), value=False)
 
     def _require_entry(self, key: Tensor, value: Tensor) -> None:
-        batch = self.lengths.shape[0]
-        heads, buffers = self.key.shape[1], (self.key, self.value)
-        if self._fits(batch, heads, key, value, *buffers):
+        batch, heads = self.key.shape[:2]
+        if self._fits(batch, heads, key, value):
             return
-        for name, x, buffer in zip(("key", "value"), (key, value), buffers):
+        for name, x, buffer in ("key", key, self.key), ("value", value, self.value):
             if not isinstance(x, Tensor) or x.layout is not torch.strided:
                 checks.require_tensor(name, x)
             dim = buffer.shape[-1]
@@ -256,8 +265,7 @@ class KVCache(AttendedCache):
                     "expected a call within torch.no_grad()"
                 )
 
-    @staticmethod
-    def _fits(batch: int, heads: int, key: Any, value: Any, keys: Tensor, values: Tensor) -> bool:
+    def _fits(self, batch: int, heads: int, key: Any, value: Any) -> bool:
         """Return whether an entry is known to be right: a faster look than that which names what
         is wrong.
         """
@@ -265,10 +273,10 @@ class KVCache(AttendedCache):
             return False
         sizes = batch, heads, key.shape[2]
         return (
-            key.shape == (*sizes, keys.shape[-1])
-            and value.shape == (*sizes, values.shape[-1])
-            and key.dtype is value.dtype is keys.dtype
-            and key.device == value.device == keys.device
+            key.shape == (*sizes, self.key.shape[-1])
+            and value.shape == (*sizes, self.value.shape[-1])
+            and key.dtype is value.dtype is self.key.dtype
+            and key.device == value.device == self.key.device
             and key.layout is value.layout is torch.strided
             and not key.requires_grad
             and not value.requires_grad
@@ -299,26 +307,6 @@ class KVCache(AttendedCache):
         options["is_causal"] = query.shape[-2] > 1
         options["bias"] = self._over_keys(options.get("bias"), key.shape[2])
         return key, value, self._over_keys(mask, key.shape[2]), options
-
-
-def _make_buffers(
-    sizes: tuple[int, ...],
-    dims: tuple[int, int],
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> tuple[Tensor, Tensor]:
-    """Return zeros [*sizes, D] and [*sizes, Dv], writable in and outside inference mode."""
-    require_size(head_dim=dims[0], value_dim=dims[1])
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    if dtype not in checks.FLOATING:
-        raise TypeError(f"dtype is {dtype}; expected float32, float16, bfloat16 or float64")
-    try:
-        device = torch.get_default_device() if device is None else torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device is {device!r}; expected a device of torch: {error}") from None
-    with torch.inference_mode(False):
-        key, value = (torch.zeros(*sizes, dim, dtype=dtype, device=device) for dim in dims)
-    return key, value
 
 
 def require_rows(index: Tensor, lengths: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ class LayerCache:
                 if x.dim() != 4:
                     raise wrong_shape(name, x, "[B, G, n, D]")
             batch, heads, _, dim = key.shape
-            like: dict[str, Any] = dict(dtype=key.dtype, device=key.device)
-            own = KVCache(batch, heads, self._capacity, dim, value.shape[3], **like)
+            sizes = batch, heads, self._capacity, dim, value.shape[3]
+            own = KVCache(*sizes, dtype=key.dtype, device=key.device)
         own.append(key, value)
         self.own = own
 

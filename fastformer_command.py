@@ -166,11 +166,11 @@ def _add_copy_task(add: Any) -> None:
 
 # ------------------------------------------------------------------------------------ tune and info
 
-TUNE = """Times the tiles of each kernel, and torch's own ops where they compute the same, for
-common sizes of calls, and writes what is fastest to a file that the backend auto reads. A candidate
-that fails, crashes, hangs or disagrees with the reference is dropped. What the file already holds
-is not measured again, so an interrupted run goes on. fastformer.tune(model, *inputs) measures the
-calls of a model."""
+TUNE = """Times the tiles of each kernel, and torch's own op where it computes the same, for calls
+of common sizes, and writes what is fastest to a file that the backend auto reads. A candidate that
+fails, crashes, takes too long or disagrees with the reference is dropped. What the file already
+holds is not measured again, so an interrupted run goes on. fastformer.tune(model, *inputs) measures
+the calls of a model."""
 INFO = "print versions, devices, and the backend of each op with its reason"
 
 
@@ -183,8 +183,6 @@ def _add_tune(add: Any) -> None:
     add("--out", type=_output_file, metavar="FILE", help=out)
     candidates = "only the candidates whose name it finds, beside what is shipped; by default all"
     add("--candidates", type=_regex, metavar="REGEX", help=candidates)
-    consan = "run under Triton's concurrency sanitizer (slow): print what it finds, write nothing"
-    add("--consan", action="store_true", help=consan)
 
 
 if __name__ == "__main__":

@@ -102,16 +102,15 @@ def run_tune(arguments: argparse.Namespace) -> int:
         return 0
     try:
         calls = _common_calls(tuning.gpu(), only)
-        file = None if arguments.consan else arguments.out or tuning.writable()
+        file = arguments.out or tuning.writable()
         pattern = "" if arguments.candidates is None else arguments.candidates.pattern
-        given = calls, file, arguments.minutes
-        result = tuning.measure(*given, candidates=pattern, consan=arguments.consan)
+        result = tuning.measure(calls, file, arguments.minutes, candidates=pattern)
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     print(result)
     if not result.done:
         print(f"The time is up after {arguments.minutes:g} minutes; the next run goes on from here")
-    print(f"Wrote {file}" if file is not None and file.exists() else "Nothing was written")
+    print(f"Wrote {file}" if file.exists() else "Nothing was written")
     return 0
 
 

@@ -1,33 +1,25 @@
 """Measure what is fastest on this GPU: `tune`, and the command `fastformer tune`.
 
-It times calls of the public ops, each in a separate process. The candidates for a class of calls
-are the options of each of its kernels (tiles, or a variant such as a kernel in Gluon), and torch's
-own op instead of the kernels. A candidate is dropped if it fails, crashes, hangs, or its results
-break the numerics policy, change from run to run or lose a NaN. A kernel
-in Gluon places its own memory barriers, so it is also launched many times, with NaN around all
-tensors, to find races and accesses out of bounds. Each finished measurement is written to the file,
-and the next run continues from there.
+Each call of an op is measured in a process of its own, with a deadline. The candidates are the
+options of each of its kernels (tiles, or a variant such as a kernel in Gluon), and then torch's op
+if it computes the call. A candidate that fails, takes too long, disagrees with the reference in
+float64 or changes from run to run is dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
-import itertools
 import json
-import logging
 import os
-import pickle
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,25 +28,18 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fastformer import checks, environment, numerics
-from fastformer.dispatch import autograd, backends, measurements
-from fastformer.dispatch.measurements import Class, Entry, changed, cut, flat
+from fastformer.description import Attention
+from fastformer.dispatch import backends, measurements
+from fastformer.dispatch.measurements import Entries, Entry, Key, flat
 from fastformer.dispatch.operation import OPERATIONS, Arguments
 from fastformer.eager import use_formula
 
 ROUNDS, TIE = 3, 0.02  # of timing; a choice is faster than what is shipped by more than this
-SILENCE = 180.0  # seconds until a step of a candidate hangs: it may compile for a minute
-LEAST, MOST, SECONDS = 5, 50, 0.1  # bounds of the timed repetitions, and their total time
-CACHE_BYTES = 256 << 20  # more than the L2 cache of any GPU
-CLOCK = 2e9  # cycles per second, approximately
-# The lengths that are compared with float64: no multiples of a tile, so that its masked edge is
-# compared too, but of 16, for which Triton compiles the same kernel; for Gluon, odd ones as well.
-LENGTHS, ODD = (720, 720), ((1, 3), (71, 130), (200, 77), (257, 385))
-REPEATS = 200  # launches of a kernel in Gluon that have to give the same bits
+LIMIT = 600.0  # seconds of a call
+REPEATS, OF_GLUON = 2, 200  # runs that have to give the same bits; in Gluon a race may be rare
 NEEDED = "cuda"  # the device type that can be measured
 NO_GPU = "tuning measures on a GPU, and {}"
 
-_log = logging.getLogger("fastformer")
-_is_floating = measurements.is_floating
 Timer = Callable[[Callable[[], Any]], float]  # returns the seconds of a call
 
 
@@ -64,22 +49,22 @@ class Call:
     def __init__(self, op: str, arguments: Arguments) -> None:
         self.op, self.arguments = op, arguments
         self.gradient = measurements.differentiated(arguments)
-        self.device = next(iter(arguments.values())).device
-        self.first = next(n for n, x in arguments.items() if _is_floating(x))
-        self.dtype = arguments[self.first].dtype
-        self._cotangents: dict[Any, list[Tensor]] = {}
-        self._small: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._checked: Any = None
 
     def __call__(self, backend: str = "triton") -> tuple[Tensor, ...]:
         return self.results(self.arguments, backend)
 
-    def forward(self) -> tuple[Tensor, ...]:
+    def forward(self, backend: str = "triton") -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return self.outputs(self.arguments, "triton")
+            return self.outputs(self.arguments, backend)
 
     def outputs(self, arguments: Arguments, backend: str) -> tuple[Tensor, ...]:
-        with backends.use_backend(backend):
-            found = backends.run(self.op, **arguments)
+        by_torch = OPERATIONS[self.op].by_torch
+        if backend == "torch" and by_torch is not None:
+            found: Any = by_torch(**arguments)
+        else:
+            with backends.use_backend(backend):
+                found = backends.run(self.op, **arguments)
         return found if isinstance(found, tuple) else (found,)
 
     def results(self, arguments: Arguments, backend: str) -> tuple[Tensor, ...]:
@@ -88,63 +73,30 @@ class Call:
             outputs = self.outputs(arguments, backend)
             if not self.gradient:
                 return outputs
-            key = tuple((x.shape, x.dtype) for x in outputs)
-            if key not in self._cotangents:  # equal in each call with the same shapes
-                make = torch.Generator(self.device).manual_seed(2)
-                random = (torch.randn(x.shape, generator=make, device=self.device) for x in outputs)
-                made = [g.to(self.dtype).to(x.dtype) for g, x in zip(random, outputs)]
-                self._cotangents[key] = made
-            given = outputs, _leaves(arguments), self._cotangents[key]
-            grads = torch.autograd.grad(*given, materialize_grads=True)
-        return *(x.detach() for x in outputs), *grads
+            dtype = next(x.dtype for x in self.arguments.values() if measurements.is_floating(x))
+            make = torch.Generator(outputs[0].device).manual_seed(2)  # the same for each candidate
+            random = (torch.randn(x.shape, generator=make, device=make.device) for x in outputs)
+            incoming = [g.to(dtype).to(x.dtype) for g, x in zip(random, outputs)]
+            found = torch.autograd.grad(
+                outputs, _leaves(arguments), incoming, materialize_grads=True
+            )
+        return *(x.detach() for x in outputs), *found
 
-    def small(self, lengths: tuple[int, int]) -> tuple[Any, ...]:
-        """Return a small call, and what the reference gives in float64 and in its dtype."""
-        if lengths not in self._small:
-            given = cut(self.op, self.arguments, *lengths)
+    def drop_reason(self, backend: str = "triton", repeats: int = REPEATS) -> str | None:
+        """Return why the candidate whose context is active may not be chosen, or None."""
+        if self._checked is None:
+            given = part(self.arguments)
             with use_formula():
                 exact = self.results(changed(given, _double), "reference")
-                self._small[lengths] = given, exact, self.results(given, "reference")
-        return self._small[lengths]
-
-    def disagreement(self, lengths: tuple[int, int]) -> str | None:
-        """Return which result of a small call breaks the numerics policy, and how, or None."""
-        given, exact, eager = self.small(lengths)
-        have, grads = self.results(given, "triton"), len(_leaves(given)) * self.gradient
-        return numerics.first_disagreement(have, exact, eager, len(have) - grads)
-
-    def drop_reason(self, run: Callable[[], Any] | None = None) -> str | None:
-        """Return why the candidate whose context is active may not be chosen, or None. run: of a
-        kernel in Gluon, the pass that has it; such a kernel is checked for longer.
-        """
-        if (reason := self.disagreement(LENGTHS)) is not None:
-            return reason
-        if not all(map(torch.equal, self(), self())):
-            return "the results of two runs differ"
-        given, nans = dict(self.small(LENGTHS)[0]), []
-        x = given[self.first] = given[self.first].detach().clone()
-        x[(0,) * x.dim()] = float("nan")
-        for backend in ("triton", "reference"):
-            with torch.no_grad(), use_formula():
-                nans.append([x.isnan() for x in self.outputs(given, backend)])
-        if not all(map(torch.equal, *nans)):
-            return "NaN reaches other elements of the output"
-        return None if run is None else self._gluon_drop_reason(run)
-
-    def _gluon_drop_reason(self, run: Callable[[], Any]) -> str | None:
-        for lengths in ODD:
-            self.small(lengths)  # the reference, without the fences
-            with backends.tuned().fenced() as found:
-                reason = self.disagreement(lengths)
-            if reason := next(iter(found), reason):
-                q, k = lengths
-                return f"{reason} ({q} queries, {k} keys, NaN around all tensors)"
-        first = [x.detach().clone().view(torch.uint8) for x in run()]
-        for _ in range(REPEATS):
-            again = [x.detach().view(torch.uint8) for x in run()]
-            if not all(map(torch.equal, first, again)):
-                return f"{REPEATS} runs give different bits"
-        return None
+                self._checked = given, exact, self.results(given, "reference")
+        given, exact, eager = self._checked
+        have, grads = self.results(given, backend), len(_leaves(given)) * self.gradient
+        reason = numerics.first_disagreement(have, exact, eager, len(have) - grads)
+        if reason is None and repeats:
+            first = [x.clone() for x in self(backend)]
+            if not all(all(map(torch.equal, first, self(backend))) for _ in range(repeats - 1)):
+                return f"{repeats} runs give different bits"
+        return reason
 
 
 def _leaves(arguments: Arguments) -> list[Tensor]:
@@ -152,55 +104,65 @@ def _leaves(arguments: Arguments) -> list[Tensor]:
 
 
 def _double(name: str, x: Any) -> Any:
-    return x.detach().double().requires_grad_(x.requires_grad) if _is_floating(x) else x
+    is_floating = measurements.is_floating(x)
+    return x.detach().double().requires_grad_(x.requires_grad) if is_floating else x
+
+
+def _leaf(name: str, x: Any) -> Any:
+    """Return a tensor without its graph, which requires a gradient if x will get one."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.detach().requires_grad_(x.requires_grad and torch.is_grad_enabled())
+
+
+def changed(arguments: Arguments, change: Callable[[str, Any], Any]) -> Arguments:
+    """Return the arguments with each one, and each field of `Attention`, replaced."""
+    return {
+        name: Attention(*map(change, x._fields, x)) if isinstance(x, Attention) else change(name, x)
+        for name, x in arguments.items()
+    }
+
+
+def part(arguments: Arguments) -> Arguments:
+    """Return a part of a call of attention for which the scores fit in memory in float64: the first
+    head of keys and values of the first sequence, with its heads of queries.
+    """
+    attention = arguments.get("attention")
+    if attention is None or attention.cu_seqlens_q is not None or attention.mask_spans is not None:
+        return changed(arguments, _leaf)
+    share = arguments["query"].shape[1] // arguments["key"].shape[1]
+
+    def smaller(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or name == "dropout_seed":
+            return x
+        heads = 1 if name in ("key", "value") else share
+        if x.dim() == 4 or name == "key_lengths":
+            x = x[:1]
+        if x.dim() > 2:
+            x = x[..., :heads, :, :]
+        return _leaf(name, x[..., :heads] if name in ("sinks", "alibi_slopes") else x)
+
+    return changed(arguments, smaller)
 
 
 # ------------------------------------------------------------------------------------- candidates
 
 
 class Candidate(NamedTuple):
-    """An implementation of a class of calls.
-
-    `drop_reason` returns why it may not be chosen. `call` and `drop_reason` run in the `context`. A
-    baseline is only timed for comparison, and never chosen.
-    """
+    """`drop_reason` returns why it may not be chosen. `call` and it run in the `context`."""
 
     name: str
     call: Callable[[], Any]
     drop_reason: Callable[[], str | None] = lambda: None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    baseline: bool = False
 
 
-@dataclass
-class Work:
-    """What is measured, and what is known. It is pickled for the measuring process.
-
-    candidates: a regular expression that the names of candidates have to match, but for the first
-        one and baselines.
-    failed: {(class, candidate): reason}, where the class None stands for all.
-    consan: whether kernels run under Triton's concurrency sanitizer.
-    silence: the seconds that a step of a candidate may take.
+def jobs(op: str, arguments: Arguments, found: Entries) -> Iterator[tuple[Key, list[Candidate]]]:
+    """Yield the candidates of each kernel of a call, then those of the op, what is shipped first.
+    Each kernel is measured with the best options of the kernels before it: the caller puts the
+    result of a job into `found` before it asks for the next one.
     """
-
-    timer: Timer
-    candidates: str = ""
-    done: dict[Class, Entry] = field(default_factory=dict)
-    failed: dict[tuple[Class | None, str], str] = field(default_factory=dict)
-    consan: bool = False
-    silence: float = SILENCE
-
-
-def jobs(work: Work, key: Class, file: str) -> Iterator[tuple[Class, list[Candidate]]]:
-    """Yield the candidates of each kernel of the call in a file, then those of the op, what is
-    shipped first. Each kernel is measured with the best options of the kernels before it: the
-    caller puts the result of a job into `work.done` before it asks for the next one. So the choice
-    between one kernel and several comes after those of the several.
-    """
-    tuned, op, arguments = backends.tuned(), key[0], torch.load(file, weights_only=False)
-    call, chosen = Call(op, arguments), dict[str, Any]()
-    if call.device.type == "cuda":
-        torch.cuda.set_device(call.device)
+    tuned, call, chosen = backends.tuned(), Call(op, arguments), dict[str, Any]()
     with tuned.forced({}) as asked:
         call()
     apart = {q.kernel: q.apart for q in asked if q.apart is not None}
@@ -214,45 +176,33 @@ def jobs(work: Work, key: Class, file: str) -> Iterator[tuple[Class, list[Candid
         timed = call.forward if kernel in early else call  # time only the pass that has the kernel
         candidates = []
         for name, option in options.items():
+            repeats = OF_GLUON if isinstance(option, tuned.GluonOption) else REPEATS
+            reason = functools.partial(call.drop_reason, "triton", repeats)
             forced = {**apart, **chosen, question.kernel: option}
             context = functools.partial(tuned.forced, forced)
-            run = timed if measurements.is_gluon(name) else None
-            reason = functools.partial(call.drop_reason, run)
             candidates.append(Candidate(name, timed, reason, context))
-        if len(candidates := _selected(candidates, work)) > 1:
+        if len(candidates) > 1:
             yield kernel, candidates
-            chosen[question.kernel] = options.get(work.done[kernel].choice or "", question.shipped)
+            chosen[question.kernel] = options.get(found[kernel].choice or "", question.shipped)
     kernels = functools.partial(tuned.forced, chosen)
     candidates = [Candidate("triton", call, call.drop_reason, kernels)]
-    computed = OPERATIONS[op].signature(arguments) is not None  # by torch's op
-    for name, other in OPERATIONS[op].alternatives.items() if computed else ():
-        if other.backward is None or call.gradient:
-            context = functools.partial(_instead, op, name, chosen)
-            candidates.append(Candidate(name, call, call.drop_reason, context))
-    candidates.append(Candidate("reference", functools.partial(call, "reference"), baseline=True))
-    yield key, _selected(candidates, work)
-
-
-@contextlib.contextmanager
-def _instead(op: str, name: str, chosen: Mapping[str, Any]) -> Iterator[None]:
-    with backends.tuned().forced(chosen), autograd.replaced(op, name):
-        yield
-
-
-def _selected(candidates: list[Candidate], work: Work) -> list[Candidate]:
-    first, *others = candidates
-    return [first, *(c for c in others if c.baseline or re.search(work.candidates, c.name))]
+    if backends.computed_by_torch(op, arguments):
+        by_torch = functools.partial(call, "torch"), functools.partial(call.drop_reason, "torch")
+        candidates.append(Candidate("torch", *by_torch))
+    candidates.append(Candidate("reference", functools.partial(call, "reference")))
+    yield (op, measurements.call_name(arguments)), candidates
 
 
 def measure_job(
-    work: Work, key: Class, candidates: list[Candidate], begin: Callable[[str], None]
+    candidates: list[Candidate],
+    timer: Timer,
+    dropped: dict[str, str],
+    begin: Callable[[str], None] = lambda name: None,
 ) -> Entry:
-    """Check the candidates, time the remaining ones in turn, and choose the fastest one, or the
-    first one if it ties with the fastest. begin: called with a candidate's name before it runs.
+    """Check the candidates, time in turn those that are not dropped, and choose the fastest one, or
+    the first one if it ties with the fastest. The reference is only timed.
     """
-    failed = ((c.name, work.failed.get((k, c.name))) for c in candidates for k in (None, key))
-    dropped = {name: reason for name, reason in failed if reason is not None}
-    seconds: dict[str, list[float]] = {c.name: [] for c in candidates}
+    seconds: dict[str, list[float]] = {}
 
     def attempt(candidate: Candidate, action: Callable[[], Any]) -> Any:
         begin(candidate.name)
@@ -260,149 +210,82 @@ def measure_job(
             with candidate.context():
                 return action()
         except Exception as error:
-            dropped[candidate.name] = f"it fails: {_first_line(error)}"
-            _require_device()
+            dropped[candidate.name] = f"it fails: {type(error).__name__}: {error}".splitlines()[0]
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # ends the process if it has lost its GPU
 
     for candidate in candidates:
-        reason = dropped.get(candidate.name) or attempt(candidate, candidate.drop_reason)
-        if reason is not None:
-            dropped[candidate.name] = reason
-    for _, candidate in itertools.product(range(ROUNDS), candidates):
         if candidate.name not in dropped:
-            taken = attempt(candidate, functools.partial(work.timer, candidate.call))
-            seconds[candidate.name].append(taken)
+            reason = attempt(candidate, candidate.drop_reason)
+            dropped |= {} if reason is None else {candidate.name: reason}
+    for candidate in ROUNDS * candidates:
+        if candidate.name not in dropped:
+            taken = attempt(candidate, functools.partial(timer, candidate.call))
+            seconds.setdefault(candidate.name, []).append(taken)
     us = {n: round(1e6 * statistics.median(s), 3) for n, s in seconds.items() if n not in dropped}
-    able = [c.name for c in candidates if c.name in us and not c.baseline]
-    choice, first = min(able, key=us.__getitem__, default=None), candidates[0].name
+    choice = min((n for n in us if n != "reference"), key=us.__getitem__, default=None)
+    first = candidates[0].name
     if choice is not None and first in us and us[first] * (1 - TIE) <= us[choice]:
         choice = first
-    for name in able:
-        if choice is not None and name != choice and abs(us[name] - us[choice]) <= TIE * us[choice]:
-            dropped[name] = f"it ties with {choice}, which is kept"
     return Entry(choice, us, dropped)
 
 
 def device_seconds(call: Callable[[], Any]) -> float:
-    """Return the seconds that a call takes on the GPU, the median of several repetitions.
+    """Return the seconds that a call takes on the GPU with a cold cache: the median of several."""
+    from triton.testing import do_bench
 
-    Before each repetition the L2 cache is overwritten. Then the GPU sleeps for longer than the host
-    needs to launch the call, so that the host's time is not measured.
-    """
-    flush = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
-    call()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    on_host = time.perf_counter() - started
-    torch.cuda.synchronize()
-    times = max(LEAST, min(MOST, int(SECONDS / (time.perf_counter() - started))))
-    events = []
-    for _ in range(times):
-        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        flush.zero_()
-        torch.cuda._sleep(int(2 * on_host * CLOCK))
-        pair[0].record()
-        call()
-        pair[1].record()
-        events.append(pair)
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in events)
+    return do_bench(call, return_mode="median") / 1e3
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+def worker(folder: str) -> None:
+    """Measure the call in a folder, and write there what was found, and what runs now."""
+    op, arguments, timer, pattern, found = torch.load(Path(folder, "call"), weights_only=False)
+    device = next(iter(arguments.values())).device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    for key, (first, *others) in jobs(op, arguments, found):
+        known = found.get(key, Entry(None, {}, {}))  # without times, if its process has ended
+        if not known.us:
+            kept = [c for c in others if c.name == "reference" or re.search(pattern, c.name)]
+            begin = functools.partial(_note, folder, found, key)
+            found[key] = measure_job([first, *kept], timer, dict(known.dropped), begin)
+    _note(folder, found)
 
 
-def _require_device() -> None:
-    """End the process if its GPU is lost: after an illegal access every call fails."""
-    if torch.cuda.is_initialized():
-        try:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        except RuntimeError:
-            print("the GPU is lost to its process", file=sys.stderr, flush=True)
-            os._exit(1)
+def _note(folder: str, found: Entries, *running: Any) -> None:
+    Path(folder, "new").write_text(json.dumps([list(found.items()), running]))
+    os.replace(Path(folder, "new"), Path(folder, "state"))
 
 
-# -------------------------------------------------------------------------- the measuring process
-
-
-def worker() -> None:
-    """Measure the call that standard input names, and write the results to standard output."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # other prints go to standard error, not into the reports
-
-    def tell(*message: Any) -> None:
-        out.write(json.dumps(message) + "\n")
-        faulthandler.dump_traceback_later(work.silence, exit=True, file=2)  # from now on
-
-    work, key, file, make_jobs = pickle.load(sys.stdin.buffer)
-    faulthandler.dump_traceback_later(work.silence, exit=True, file=2)
-    try:
-        for job, candidates in make_jobs(work, key, file):
-            if job not in work.done:
-                entry = measure_job(work, job, candidates, functools.partial(tell, "try", job))
-                work.done[job] = entry
-                tell("entry", job, entry)
-    except Exception as error:
-        tell("skip", _first_line(error))
-    out.flush()
-    os._exit(0)  # skip the cleanup: a broken GPU could make it fail or hang
-
-
-def supervise(
-    work: Work,
-    key: Class,
-    file: str,
-    deadline: float,
-    keep: Callable[[Class, Entry], None] = lambda key, entry: None,
-    make_jobs: Callable[..., Any] = jobs,
-) -> str | None:
-    """Measure the call in a file in a process of its own until the deadline. Return why the call
-    cannot be measured, or None. `keep` is called with each result.
-
-    A candidate that ends its process, or takes longer than `work.silence`, is added to
-    `work.failed`, and another process goes on without it.
+def measure_apart(seconds: float, *given: Any) -> tuple[Entries, str | None]:
+    """Measure a call in a process of its own. Return what was found, and why that is not all.
+    A candidate that ends the process, or runs after LIMIT, is dropped: the next run goes on
+    without it. given: what `worker` reads.
     """
     paths = os.pathsep.join(path for path in sys.path if path)
-    variables = {"FASTFORMER_TUNING": "off", "PYTHONPATH": paths}
-    variables |= {"TRITON_INSTRUMENTATION_MODE": "consan"} if work.consan else {}
-    command = [sys.executable, "-c", "from fastformer.tuning import worker; worker()"]
-    while True:
-        running, skipped = None, None
-        given = pickle.dumps((work, key, file, make_jobs))
-        with tempfile.TemporaryFile("w+b") as errors:  # a compiler may hold it past the end
-            pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            process = subprocess.Popen(command, env=os.environ | variables, stderr=errors, **pipes)
-            try:
-                process.communicate(given, max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                return None
-            finally:  # after Ctrl-C, too
-                process.kill()
-                for what, *rest in map(json.loads, process.communicate()[0].splitlines()):
-                    running = (tuple(rest[0]), rest[1]) if what == "try" else None
-                    if what == "skip":
-                        skipped = rest[0]
-                    elif what == "entry":
-                        done = tuple(rest[0])
-                        work.done[done] = Entry(*rest[1])
-                        keep(done, work.done[done])
-            errors.seek(0)
-            lines = errors.read().decode(errors="replace").strip().splitlines() or [""]
-        if (status := process.returncode) == 0:
-            return skipped
-        said = next((x for x in lines if "assert" in x.lower() or "Timeout (" in x), lines[-1])
-        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        why = f"it crashes: {how}: {said[:300]}"
-        if said.startswith("Timeout ("):  # of faulthandler
-            why = f"it hangs: it takes more than {work.silence:.0f} s"
-        if running is None:
-            return why
-        kernel, name = running
-        if measurements.is_gluon(name):  # the next class would most likely cost as much time
-            work.failed[None, name] = f"in another class of calls {why}"
-        work.failed[kernel, name] = why
+    environ = os.environ | {"FASTFORMER_TUNING": "off", "PYTHONPATH": paths}
+    code = "import sys; from fastformer.tuning import worker; worker(sys.argv[1])"
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(given, Path(folder, "call"))
+        command, why = [sys.executable, "-c", code, folder], None
+        output: dict[str, Any] = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            done = subprocess.run(command, env=environ, timeout=min(seconds, LIMIT), **output)
+            if done.returncode:
+                said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+                why = f"it ends its process: exit status {done.returncode}: {said}"
+        except subprocess.TimeoutExpired:
+            why = f"it takes more than {LIMIT:.0f} s" if seconds >= LIMIT else None
+        if not (state := Path(folder, "state")).exists():
+            return {}, why
+        entries, running = json.loads(state.read_text())
+    found = {tuple(key): Entry(*entry) for key, entry in entries}
+    if why is not None and running:
+        key, name = tuple(running[0]), running[1]
+        dropped = found.get(key, Entry(None, {}, {})).dropped
+        found[key] = Entry(None, {}, {**dropped, name: why})
+        why = f"{why} ({key[0]}, {name})"
+    return found, why
 
 
 # -------------------------------------------------------------------------------------- in public
@@ -432,81 +315,60 @@ class Tuning:
         return "\n".join(lines)
 
 
-Calls = dict[Class, Arguments]  # a call of each class
+Calls = dict[Key, Arguments]
 
 
 def add(calls: Calls, op: str, arguments: Arguments) -> None:
-    """Add a checked call, without its graph, unless there is one of its class."""
-    case = measurements.class_of(op, arguments)
-    if case is not None and (op, case) not in calls:
-        calls[op, case] = changed(arguments, measurements.leaf)
+    """Add a checked call, without its graph, unless it is in float64 or has an empty tensor."""
+    tensors = [x for x in flat(arguments).values() if isinstance(x, Tensor)]
+    if all(x.numel() and x.dtype != torch.float64 for x in tensors):
+        key = op, measurements.call_name(arguments)
+        calls.setdefault(key, changed(arguments, _leaf))
 
 
 def measure(
     calls: Calls,
-    file: Path | None,
+    file: Path,
     minutes: float,
     timer: Timer = device_seconds,
     candidates: str = "",
-    consan: bool = False,
 ) -> Tuning:
-    """Measure the calls, of one GPU, that are not yet in the file, and write the results to it. If
-    it is None, nothing is read or written.
+    """Measure the calls, of one GPU, that are not yet in the file, and write the results to it.
 
-    candidates, consan: see `Work`.
+    candidates: a regular expression that the names of candidates have to match, but for what is
+        shipped and the reference.
     """
     here = measurements.machine(next(iter(next(iter(calls.values())).values())).device)
     assert here is not None
-    silence = SILENCE * (5 if consan else 1)  # ptxas needs minutes for what the sanitizer adds
-    done = {} if file is None else known(file, here)
-    work = Work(timer, candidates, done, consan=consan, silence=silence)
-    skipped: dict[Class, str | None] = {}
+    known, skipped = measurements.measured(file, here), dict[Key, str | None]()
     deadline = time.monotonic() + 60 * minutes
-
-    def keep(key: Class, entry: Entry) -> None:
-        if file is not None:
-            measurements.write(file, here, {key: entry})
-        for name, reason in entry.dropped.items():
-            if measurements.is_gluon(name) and name not in entry.us:
-                _log.warning("%s is not taken for %s, %s: %s", name, *key, reason)
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "call")
-        try:
-            for key, arguments in tqdm(calls.items(), unit="call", disable=None):
-                if key not in work.done and time.monotonic() < deadline:
-                    torch.save(arguments, path)
-                    skipped[key] = supervise(work, key, path, deadline, keep)
-        finally:
-            backends.measure_again()
+    try:
+        for key, arguments in tqdm(calls.items(), unit="call", disable=None):
+            seconds = deadline - time.monotonic()
+            if not _is_done(known, key) and seconds > 0:
+                given = key[0], arguments, timer, candidates, known
+                found, skipped[key] = measure_apart(seconds, *given)
+                measurements.write(file, here, found)
+                known |= found
+    finally:
+        backends.measure_again()
     rows = []
     for key in calls:
-        entry = work.done.get(key, Entry(None, {}, {}))
-        why = skipped.get(key)
+        entry, why = known.get(key, Entry(None, {}, {})), skipped.get(key)
         reasons = {**entry.dropped, **({} if why is None else {"the call": why})}
         rows.append((" ".join(key), entry.choice or "", entry.us, reasons))
-    is_done = all(key in work.done or skipped.get(key) is not None for key in calls)
+    is_done = all(_is_done(known, key) or skipped.get(key) for key in calls)
     return Tuning(tuple(rows), file, is_done)
 
 
-def known(file: Path, here: Mapping[str, Any]) -> dict[Class, Entry]:
-    """Return the measurements in a file, without those of kernels in Gluon that have changed since,
-    and without the choices between ops that were made with these: they are measured again.
-    """
-    found = measurements.measured(file, here)
-    names = ((key, name) for key, x in found.items() for name in (*x.us, *x.dropped))
-    gluon = [(key, name) for key, name in names if measurements.is_gluon(name)]
-    old = {key for key, name in gluon if backends.tuned().has_changed(name)}
-    kernels = {kind.split()[0] for kind, _ in old}  # of "attention forward": attention
-    ops = {op for op, record in OPERATIONS.items() if record.kernel in kernels}
-    return {k: entry for k, entry in found.items() if k not in old and k[0] not in ops}
+def _is_done(known: Entries, key: Key) -> bool:
+    return key in known and bool(known[key].us)
 
 
-def planned(calls: Iterable[Class], file: Path | None, device: torch.device) -> Tuning:
+def planned(calls: Iterable[Key], file: Path | None, device: torch.device) -> Tuning:
     """Return the calls that `measure` would measure: those that are not in the file."""
-    here = measurements.machine(device)
-    done = {} if here is None or file is None else known(file, here)
-    left = [" ".join(key) for key in calls if key not in done]
+    known = measurements.measured(file, measurements.machine(device))
+    left = [" ".join(key) for key in calls if not _is_done(known, key)]
     return Tuning(tuple((name, "", {}, {}) for name in left), file, False)
 
 
@@ -515,12 +377,11 @@ def tune(
 ) -> Tuning:
     """Measure on this GPU what is fastest for the op calls that a model makes.
 
-    It runs the model once on the inputs, in its current mode, and keeps one call of each class: an
-    op with its dtype, its options, and sizes rounded up to powers of two. If gradients are enabled
-    and needed, the backward is measured too. For each class it times the candidates: the tile
-    configurations and variants of each kernel, and torch's own op if it computes the same. A
-    candidate is dropped if it fails, crashes, hangs, disagrees with the reference by the numerics
-    policy, or has results that change from run to run.
+    It runs the model once on the inputs, in its current mode, and measures each of its op calls,
+    with the backward if gradients are enabled and needed. It times the tile configurations and
+    variants of each kernel; for a call without gradients also torch's own op, if it computes the
+    same. A candidate is dropped if it fails, crashes, takes too long, disagrees with the reference
+    by the numerics policy, or has results that change from run to run.
 
     The results are written to the file that the backend `auto` reads: `tuning.json` in the user's
     cache directory, or the file that the environment variable FASTFORMER_TUNING names. What the
@@ -534,7 +395,7 @@ def tune(
         kwargs: the keyword arguments of the model.
 
     Returns:
-        A `Tuning` with a row for each class of calls. `print` it.
+        A `Tuning` with a row for each call. `print` it.
 
     Raises:
         TypeError: model is not an nn.Module.
@@ -559,15 +420,15 @@ def tune(
             "the model calls no op of fastformer that is measured; accelerate(model) replaces "
             "torch's layers by ops"
         )
-    file = measurements.path()
     if dry_run:
-        plans = [planned(these, file, device) for device, these in calls.items()]
-        return Tuning(sum((plan.rows for plan in plans), ()), file, False)
-    if any(device.type != NEEDED for device in calls):
+        results = [planned(these, measurements.path(), x) for x, these in calls.items()]
+    elif any(device.type != NEEDED for device in calls):
         raise RuntimeError(NO_GPU.format("the model is not on one"))
-    file = writable()
-    results = [measure(these, file, minutes) for these in calls.values() if these]
-    return Tuning(sum((r.rows for r in results), ()), file, all(r.done for r in results))
+    else:
+        file = writable()
+        results = [measure(these, file, minutes) for these in calls.values() if these]
+    rows = sum((r.rows for r in results), ())
+    return Tuning(rows, measurements.path(), all(r.done for r in results))
 
 
 def writable() -> Path:

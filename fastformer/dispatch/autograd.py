@@ -29,9 +29,7 @@ input carries a forward-mode tangent, the reference computes the call.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,31 +86,11 @@ _pairs: dict[str, _Pair] = {}
 
 
 def pair(op: str, record: Operation) -> None:
-    """Read the schemas of a registered op and of its joint form, and add a pair for each of its
-    alternatives.
-    """
+    """Read the schemas of a registered op and of its joint form."""
     _pairs[op] = _Pair(op, record)
     if record.joint is not None:
         joint = record._replace(reference=record.joint)
         _pairs["joint_" + op] = _Pair("joint_" + op, joint)
-    for name, alternative in record.alternatives.items():
-        other = copy.copy(_pairs[op])
-        other.forward, other.backward = alternative.forward, alternative.backward or other.backward
-        _pairs[_named(op, name)] = other
-
-
-@contextmanager
-def replaced(op: str, alternative: str) -> Iterator[None]:
-    """Return a context in which the alternative of that name replaces an op's kernels."""
-    before, _pairs[op] = _pairs[op], _pairs[_named(op, alternative)]
-    try:
-        yield
-    finally:
-        _pairs[op] = before
-
-
-def _named(op: str, alternative: str) -> str:
-    return f"{op}: {alternative}"
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -207,10 +185,9 @@ def _through_reference(
     return gradients_through(outputs, grads, inputs)
 
 
-def outputs(op: str, arguments: dict[str, Any], alternative: str = "") -> tuple[Tensor, ...]:
-    """Run a forward, or the alternative of that name, without gradient. Return all its outputs."""
-    pair = _pairs[_named(op, alternative) if alternative else op]
-    return _as_tuple(pair.forward(*pack(arguments.values())))
+def outputs(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Run a forward without gradient. Return all its outputs."""
+    return _as_tuple(_pairs[op].forward(*pack(arguments.values())))
 
 
 def gradients(
@@ -235,12 +212,11 @@ def _has_tangent(values: Sequence[object]) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def apply(op: str, arguments: dict[str, Any], alternative: str = "") -> Any:
-    """Run a kernel, or the alternative of that name, so that it can be differentiated. The
-    arguments have the names and the order of the reference, which the schema has as well.
+def apply(op: str, arguments: dict[str, Any]) -> Any:
+    """Run a kernel so that it can be differentiated. The arguments have the names and the order of
+    the reference, which the schema has as well.
     """
-    name = _named(op, alternative) if alternative else op
-    pair = _pairs[name]
+    pair = _pairs[op]
     values = pack(arguments.values()) if pair.fields else [*arguments.values()]
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and forward_ad._current_level >= 0 and _has_tangent(values):
@@ -257,7 +233,7 @@ def apply(op: str, arguments: dict[str, Any], alternative: str = "") -> Any:
         values.append(needs)
     elif pair.extra == "ahead":
         values.append(any(needs) and not is_compiling)
-    outputs = _Kernel.apply(name, *values) if any(needs) else _as_tuple(pair.forward(*values))
+    outputs = _Kernel.apply(op, *values) if any(needs) else _as_tuple(pair.forward(*values))
     kept = tuple(
         x for name, x in zip(pair.outputs, outputs) if arguments.get("return_" + name, True)
     )

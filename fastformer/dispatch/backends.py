@@ -1,8 +1,7 @@
 """The dispatch: choose the backend that runs an op. No other module chooses a backend.
 
     auto        the Triton kernels on a GPU if they support the call, else the reference; torch's
-                own op where it computes the same and was measured to be faster: by `fastformer
-                tune`, or in a committed run on a GPU of this architecture
+                own op where `fastformer tune` has measured that it is faster
     triton      the Triton kernels, or an error if they cannot run; on a CPU, Triton's interpreter
     reference   eager PyTorch
 
@@ -24,6 +23,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from fastformer.batch_invariance import on
 from fastformer.checks import seed_tensor
@@ -273,31 +273,24 @@ def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
         return _explicit[op, backend]
     if torch.compiler.is_compiling():
         return Choice(op, "triton", "the tensors are on a GPU")
-    measured = None if on() else _measured(op, arguments, first)
-    if measured is not None:
-        return Choice(op, measured, "it was measured to be the fastest")
+    left = measurements.left_to_torch(first.device)
+    if (
+        left  # the name of a call takes a while
+        and not on()
+        and computed_by_torch(op, arguments)
+        and (op, measurements.call_name(arguments)) in left
+    ):
+        return Choice(op, "torch", "it was measured to be the fastest")
     return Choice(op, "triton", "the tensors are on a GPU" + _caveat(first.device))
 
 
-def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
-    """Return the alternative that was measured to be the fastest for this call, or None: on this
-    machine, or else in a committed run.
+def computed_by_torch(op: str, arguments: Arguments) -> bool:
+    """Return whether torch's own op computes this call: without gradients, because torch's may
+    change from run to run.
     """
-    chosen, record = measurements.choices(first.device), OPERATIONS[op]
-    if not (chosen or record.faster) or not record.alternatives or not eager(first):
-        return None
-    signature = record.signature(arguments)
-    if signature is None:
-        return None
-    key = op, first.device, measurements.differentiated(arguments), signature
-    if key not in _alternatives:
-        name = chosen.get((op, measurements.class_of(op, arguments) or "")) if chosen else None
-        if name is None and record.faster is not None:
-            name = record.faster(arguments)
-        if len(_alternatives) >= MOST_ALTERNATIVES:
-            _alternatives.clear()
-        _alternatives[key] = name if name in record.alternatives else None
-    return _alternatives[key]
+    if not OPERATIONS[op].suits_torch(arguments) or measurements.differentiated(arguments):
+        return False
+    return eager(next(iter(arguments.values()))) and forward_ad._current_level < 0
 
 
 def tuned() -> ModuleType:
@@ -305,25 +298,20 @@ def tuned() -> ModuleType:
     return importlib.import_module(_TUNED)
 
 
-MOST_ALTERNATIVES = 4096
-_alternatives: dict[Any, str | None] = {}
-
-
 def measure_again() -> None:
     """Forget the measurements: the next call reads them again."""
     measurements.forget()
-    _alternatives.clear()
     if _TUNED in sys.modules:
         sys.modules[_TUNED].plans.clear()
 
 
 def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
-    """Replace the reason by the measured speed-up of calls like this one, if there is one."""
+    """Replace the reason by the measured speed-up of this call, if there is one."""
     first = next(iter(arguments.values()))
     known = {} if torch.compiler.is_compiling() else measurements.measurements(first.device)
     if not known or choice.backend == "reference":
         return choice
-    entry = known.get((choice.op, measurements.class_of(choice.op, arguments) or ""))
+    entry = known.get((choice.op, measurements.call_name(arguments)))
     ran = choice.backend
     if entry is None or ran not in entry.us:
         return choice
@@ -439,7 +427,11 @@ def run(op: str, **arguments: Any) -> Any:
             why = f"runs on the reference: {choice.reason}"
             raise RuntimeError(f"batch_invariant() takes kernels alone, and {op} {why}")
         return OPERATIONS[op].reference(**arguments)
-    return autograd.apply(op, arguments, "" if choice.backend == "triton" else choice.backend)
+    if choice.backend == "torch":
+        by_torch = OPERATIONS[op].by_torch
+        assert by_torch is not None
+        return by_torch(**arguments)
+    return autograd.apply(op, arguments)
 
 
 def may_join(x: torch.Tensor, *others: Any) -> bool:

@@ -6,25 +6,11 @@ ops has to name an op to find its kernel or its reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Arguments = dict[str, Any]  # the arguments of an op, by name
 Function = Callable[..., Any]
-
-
-class Alternative(NamedTuple):
-    """An op of torch that computes the same as a kernel, and may be measured to be faster.
-
-    `forward` has the arguments and outputs of the registered op `fastformer::<op>`, and `backward`
-    those of `fastformer::<op>_backward`: each works with the other's kernel. If `backward` is None,
-    the backward kernel is used. An alternative may differ from the kernel by rounding alone: it
-    needs the same result for a query that sees no key, the same dropout mask and the same memory
-    layout, and it must be deterministic.
-    """
-
-    forward: Function
-    backward: Function | None = None
 
 
 class Operation(NamedTuple):
@@ -35,11 +21,9 @@ class Operation(NamedTuple):
     reference: the op in eager PyTorch, given checked arguments.
     rows: the arguments whose leading dimensions are the rows that the op computes one by one. They
         may be DTensors that are sharded over these dimensions; no argument of other ops may be one.
-    alternatives: the ops of torch that may replace the kernels, by the name that `explain` prints.
-    signature: a function of the arguments of a call that returns what the choice of an alternative
-        depends on, or None if no alternative computes the call.
-    faster: a function of the arguments of such a call that returns the alternative that a committed
-        run shows to be faster on this architecture, or None. None where no run shows any.
+    by_torch: torch's own op, given checked arguments; `auto` runs it where it was measured to be
+        faster. It needs the same results but for rounding, in the same memory layout.
+    suits_torch: whether it computes a call, given its arguments.
     reference_backward: the gradients by differentiable primitives, given the arguments of the
         kernel's backward; for ops whose backward does not take all of the arguments.
     unsaved: a function of the arguments of a call, by their names in the schema, that returns the
@@ -51,9 +35,8 @@ class Operation(NamedTuple):
     contract: Function
     reference: Function
     rows: tuple[str, ...] = ()
-    alternatives: Mapping[str, Alternative] = {}
-    signature: Callable[[Arguments], Hashable | None] = lambda arguments: None
-    faster: Callable[[Arguments], str | None] | None = None
+    by_torch: Function | None = None
+    suits_torch: Callable[[Arguments], bool] = lambda arguments: False
     reference_backward: Function | None = None
     unsaved: Callable[[Arguments], tuple[str, ...]] | None = None
     joint: Function | None = None

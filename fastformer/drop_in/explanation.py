@@ -38,8 +38,8 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     explain(model, *inputs, **kwargs): runs the model once on the inputs, in its current mode and on
     the selected backend, and returns what each layer ran on: an `Explanation`, with rows of
     (module's name, op, backend, reason) in the order in which they ran. The backend is "triton",
-    "reference", torch's own op if `tune` has measured that it is the fastest (such as
-    "torch (cuDNN)"), or "torch" if the module's own forward ran. The rows name fastformer's ops,
+    "reference", or "torch" if torch's own op ran, because `tune` has measured that it is the
+    fastest, or if the module's own forward ran. The rows name fastformer's ops,
     the torch modules that `accelerate` would replace, direct calls of
     F.scaled_dot_product_attention, and, by their class, the modules in which a softmax ran between
     two products, and the attention layers of a Hugging Face model in which none of these ran. For a

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.checks import (
@@ -23,7 +24,7 @@ from fastformer.checks import (
     wrong_shape,
 )
 from fastformer.dispatch import backends
-from fastformer.dispatch.operation import Alternative, Arguments, Operation
+from fastformer.dispatch.operation import Arguments, Operation
 from fastformer.ops.norms import reference
 from fastformer.ops.norms.reference import usual_layer_norm, usual_sum_and_layer_norm
 
@@ -288,71 +289,22 @@ def _require_spread(unbiased: bool, shape: list[int]) -> bool:
 # ----------------------------------------------------------------------- the record of the dispatch
 
 
-_aten = torch.ops.aten
-
-
-# ------------------------------------------------------------------------------------ alternatives
-
-
 def _layer_norm(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any
-) -> tuple[Tensor, ...]:
-    y, mean, r = torch.native_layer_norm(x, shape, weight, bias, eps)
-    return y, mean.view(-1), r.view(-1)
-
-
-def _rms_norm(
-    input: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float
-) -> tuple[Tensor, ...]:
-    y, r = _aten._fused_rms_norm(input, normalized_shape, weight, eps)
-    return y, r.view(-1)
-
-
-def _layer_norm_backward(
-    grad: Tensor,
     input: Tensor,
     normalized_shape: list[int],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    unbiased: bool,
-    mean: Tensor,
-    r: Tensor,
-    needs: list[bool],
-) -> tuple[Any, ...]:
-    n = len(normalized_shape)
-    shape = [*input.shape[: input.dim() - n], *[1] * n]  # the shape of torch's statistics
-    statistics = mean.view(shape), r.view(shape)
-    op = _aten.native_layer_norm_backward
-    return op(grad, input, normalized_shape, *statistics, weight, bias, needs)
+    **_: Any,
+) -> Tensor:
+    return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
-def _sum_and_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, p: float, eps: float, *_: Any
-) -> tuple[Tensor, ...]:
-    total = residual + x
-    y, mean, r = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
-    return y, total, mean.view(-1), r.view(-1)
-
-
-def _sum_and_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, p: float, eps: float, *_: Any
-) -> tuple[Tensor, ...]:
-    total = residual + x
-    y, r = _aten._fused_rms_norm(total, weight.shape, weight, eps)
-    return y, total, r.view(-1)
-
-
-def _signature(arguments: Arguments) -> Hashable | None:
-    if arguments.get("dropout_p") or arguments.get("unbiased"):
-        return None
-    if arguments.get("input_bias") is not None:
-        return None
+def _suits_torch(arguments: Arguments) -> bool:
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
     dtype = tensors[0].dtype
-    if any(x.dtype != dtype or not x.numel() or not x.is_contiguous() for x in tensors):
-        return None
-    return dtype, tensors[0].shape, tuple(arguments.get("normalized_shape", ())), len(tensors)
+    alike = all(x.dtype == dtype and x.numel() and x.is_contiguous() for x in tensors)
+    return alike and not arguments.get("unbiased")
 
 
 _OF_LAYER_NORM = Operation(
@@ -360,17 +312,15 @@ _OF_LAYER_NORM = Operation(
     contract=layer_norm,
     reference=reference.layer_norm,
     rows=("input",),
-    alternatives={
-        "torch (layer_norm)": Alternative(_layer_norm),
-        "torch (layer_norm, backward)": Alternative(_layer_norm, _layer_norm_backward),
-    },
-    signature=_signature,
+    by_torch=_layer_norm,
+    suits_torch=_suits_torch,
 )
 _OF_SUM = _OF_LAYER_NORM._replace(
     contract=dropout_add_layer_norm,
     reference=reference.dropout_add_layer_norm,
     rows=("input", "residual"),
-    alternatives={"torch (add, layer_norm)": Alternative(_sum_and_norm)},
+    by_torch=None,
+    suits_torch=lambda arguments: False,
     reference_backward=functools.partial(reference.dropout_add_norm_backward, reference.layer_norm),
 )
 backends.register(
@@ -378,13 +328,12 @@ backends.register(
     _OF_LAYER_NORM._replace(
         contract=rms_norm,
         reference=reference.rms_norm,
-        alternatives={"torch (rms_norm)": Alternative(_rms_norm)},
+        by_torch=F.rms_norm,
     ),
     _OF_SUM,
     _OF_SUM._replace(
         contract=dropout_add_rms_norm,
         reference=reference.dropout_add_rms_norm,
-        alternatives={"torch (add, rms_norm)": Alternative(_sum_and_rms_norm)},
         reference_backward=functools.partial(
             reference.dropout_add_norm_backward, reference.rms_norm
         ),

@@ -3,7 +3,7 @@
     python -m benchmarks.report results.json --out FOLDER    tables (Markdown) and plots
     python -m benchmarks.report --evidence                   what is made of benchmarks/results: the
                                                              figures of docs/evidence.md, README's
-                                                             status, and ops/attention/faster.py
+                                                             status
 
 It reads the files of `pytest --benchmark-only --benchmark-json=results.json` and of
 `python -m benchmarks.gpu`, and its journals (.jsonl). It measures nothing.
@@ -564,36 +564,6 @@ def status_block(results: Results) -> str:
     return "\n".join([*lines, *rows]).rstrip()
 
 
-TORCHS = {"cudnn": "torch (cuDNN)", "flash": "torch (flash)", "efficient": "torch (efficient)"}
-GAIN = 1.02  # of torch's op over the kernel: less is a tie
-FASTER = ROOT / "fastformer" / "ops" / "attention" / "faster.py"
-
-
-def faster_table(runs: Iterable[Results]) -> str:
-    """Return the text of FASTER after these runs: what each run of an architecture shows."""
-    found: dict[str, dict[tuple[bool, bool, int], dict[int, set[str]]]] = {}
-    for group, rows in (item for run in runs for item in run.groups().items()):
-        work = re.fullmatch(r"attention (plain|causal)( grouped)? d=(\d+) S=(\d+) forward", group)
-        rows = [x for x in rows if measured(x) and x.get("device_timer") == CAPTURED]
-        times = {row["provider"]: row["ms"] for row in rows}
-        if work and times.keys() & {*TORCHS} and "triton" in times:
-            best = min(times.keys() & {*TORCHS}, key=times.__getitem__)
-            name = TORCHS[best] if times[best] * GAIN < times["triton"] else ""
-            key = work[1] == "causal", work[2] is not None, int(work[3])
-            of = found.setdefault(rows[0]["architecture"], {}).setdefault(key, {})
-            of.setdefault(int(work[4]), set()).add(name)
-    lines = []
-    for architecture, by_call in sorted(found.items()):
-        of_calls = []
-        for key, by_length in sorted(by_call.items()):
-            sole = {n: min(x) if len(x) == 1 else "" for n, x in sorted(by_length.items())}
-            shown = ", ".join(f'{n}: "{name}"' for n, name in sole.items())
-            of_calls += [f"        {key}: {{{shown}}},"] if any(sole.values()) else []
-        lines += [f'    "{architecture}": {{', *of_calls, "    },"] if of_calls else []
-    head, table = FASTER.read_text().partition(" = ")[0], "\n".join(["", *lines, ""])
-    return f"{head} = {{{table if lines else ''}}}\n"
-
-
 def measured(row: Row) -> bool:
     """Whether the row was measured on a real GPU."""
     return row.get("gpu") not in (None, STAND_IN)
@@ -660,7 +630,6 @@ def evidence(paths: Sequence[Path]) -> dict[Path, str]:
     return {
         page: with_figures(page.read_text(), evidence_block(results)),
         readme: with_figures(readme.read_text(), status_block(results)),
-        FASTER: faster_table(map(load, paths)),
     }
 
 

@@ -249,7 +249,7 @@ def worker(folder: str) -> None:
             kept = [c for c in others if c.name == "reference" or re.search(pattern, c.name)]
             begin = functools.partial(_note, folder, found, key)
             found[key] = measure_job([first, *kept], timer, dict(known.dropped), begin)
-    _note(folder, found)
+            _note(folder, found)
 
 
 def _note(folder: str, found: Entries, *running: Any) -> None:

@@ -45,8 +45,11 @@ class GluonOption(str):
     """The name of an option whose kernel is written in Gluon."""
 
 
-# Returns the labels of the options chosen for a device, by kernel and class.
-source: Callable[[torch.device], Mapping[tuple[str, str], str]] = lambda device: {}
+def source(device: torch.device) -> Mapping[tuple[str, str], str]:
+    """Return the labels of the options chosen for a device, by kernel and class."""
+    return {}
+
+
 _forced: Mapping[str, Any] = {}
 _asked: list[TuningKey] | None = None
 

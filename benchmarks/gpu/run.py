@@ -240,14 +240,14 @@ def on_gpu(processes: int = CORES) -> dict[str, list[Part]]:
     copy_task = [*COMMAND, "copy-task", "--json", "FOLDER/copy_task.json"]
     attention = r"^scaled_dot_product_attention bfloat16 .* backward$"
     gluon = [*COMMAND, "tune", "--minutes", "4", "--out", "FOLDER/gluon.json"]
-    gluon += ["--only", attention, "--candidates", "@|torch"]
+    gluon += ["--only", attention, "--candidates", "Gluon|torch"]
     tune = [*COMMAND, "tune", "--minutes", "5", "--out", "FOLDER/tuning.json"]
     shards = {str(i): ["--shard", f"{i}/8"] for i in range(8)}
     return {
         "headline": headline(processes),
-        "tune": [  # a candidate may be silent for 180 s
-            Part("tune-gluon", gluon, 260, silence=200.0),  # may hang, and no GPU has run them
-            Part("tune", tune, 330, silence=200.0),
+        "tune": [  # silent until a call is measured
+            Part("tune-gluon", gluon, 260, silence=260.0),  # may hang, and no GPU has run them
+            Part("tune", tune, 330, silence=330.0),
         ],
         "tests": [tests("kernel-tests", 560, "tests").split(shards)],
         "rest": [

@@ -136,66 +136,11 @@ def test_the_evidence_says_what_is_measured_and_what_is_not(benchmarks, results)
 
 
 def test_the_evidence_is_up_to_date(benchmarks):
-    """docs/evidence.md, README's status, and which calls `auto` leaves to torch's op."""
+    """docs/evidence.md and README's status."""
     made = benchmarks.report.evidence(sorted(benchmarks.report.RESULTS.glob("gpu*.json")))
-    assert len(made) == 3
+    assert len(made) == 2
     for path, text in made.items():
         assert path.read_text() == text, path
-
-
-def fast(benchmarks, work, architecture="sm_90", timer="CUDA graph", **ms):
-    return benchmarks.report.Results([
-        row(name, 1, time, group=f"attention {work}", architecture=architecture, device_timer=timer)
-        for name, time in ms.items()
-    ])  # fmt: skip
-
-
-def test_a_run_decides_which_calls_auto_leaves_to_torch(benchmarks):
-    """Where all runs of an architecture show the same op to be faster, by more than a tie."""
-
-    def table(*runs):
-        found = {}
-        exec(text := benchmarks.report.faster_table(runs), found)
-        assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 100
-        return found["FASTER"]
-
-    assert table() == {}
-    first = [
-        fast(benchmarks, "causal d=64 S=1024 forward", triton=2.0, cudnn=1.0, flash=1.5),
-        fast(benchmarks, "causal d=64 S=4096 forward", triton=2.0, cudnn=1.5, flash=1.0),
-        fast(benchmarks, "causal grouped d=128 S=1024 forward", triton=2.0, flash=1.0),
-        fast(benchmarks, "plain d=64 S=1024 forward", triton=1.01, cudnn=1.0),
-        fast(benchmarks, "plain d=128 S=1024 forward+backward", triton=2.0, cudnn=1.0),
-        fast(benchmarks, "padding d=64 S=1024 forward", triton=2.0, cudnn=1.0),
-        fast(benchmarks, "plain d=128 S=1024 forward", timer="events", triton=2.0, cudnn=1.0),
-        fast(benchmarks, "plain d=64 S=1024 forward", "sm_80", triton=2.0, efficient=1.0),
-    ]
-    sm_80 = {(False, False, 64): {1024: "torch (efficient)"}}
-    assert table(*first) == {
-        "sm_80": sm_80,
-        "sm_90": {
-            (True, False, 64): {1024: "torch (cuDNN)", 4096: "torch (flash)"},
-            (True, True, 128): {1024: "torch (flash)"},
-        },
-    }
-    second = [
-        fast(benchmarks, "causal d=64 S=1024 forward", triton=1.0, cudnn=2.0),
-        fast(benchmarks, "causal d=64 S=4096 forward", triton=3.0, flash=1.0),
-        fast(benchmarks, "causal grouped d=128 S=1024 forward", triton=3.0, cudnn=1.0),
-    ]
-    assert table(*first, *second) == {
-        "sm_80": sm_80, "sm_90": {(True, False, 64): {1024: "", 4096: "torch (flash)"}},
-    }  # fmt: skip
-    unreal = fast(benchmarks, "plain d=64 S=1024 forward", triton=2.0, cudnn=1.0)
-    for one in unreal.rows:
-        one["gpu"] = benchmarks.report.STAND_IN
-    assert table(unreal) == {}
-    many = [
-        fast(benchmarks, f"{kind} d={d} S={n} forward", arch, triton=2.0, cudnn=1.0)
-        for kind in ("plain", "causal", "causal grouped") for d in (64, 128)
-        for n in (1024, 4096, 16384) for arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-    ]  # fmt: skip
-    assert len(table(*many)["sm_120"]) == 6
 
 
 def test_the_summary_compares_with_the_best_peer_of_the_same_work(benchmarks):

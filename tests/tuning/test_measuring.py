@@ -1,56 +1,70 @@
-"""What is measured, and what is dropped: by timers that the tests supply, candidates that lie, tie,
-crash and hang, and faults planted in a stand-in for a kernel in Gluon.
-"""
+"""What is measured, and what is dropped, by timers that the tests supply."""
 
-import logging
 import subprocess
-import time
-from typing import Any, NamedTuple
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
 import tuning_worker
-from tuning_worker import CANDIDATES, CPU, FORWARD, HERE, OP, by_itself, flash
+from tuning_worker import CPU, FORWARD, HERE, OP, by_rows, flat
 
 import fastformer as ff
 from fastformer import numerics, tuning
-from fastformer.dispatch import autograd, backends, measurements
+from fastformer.dispatch import backends, measurements
 from fastformer.dispatch.measurements import Entry
-from fastformer.dispatch.operation import OPERATIONS, Alternative
-from fastformer.tuning import Candidate, Work, measure_job, supervise
+from fastformer.dispatch.operation import OPERATIONS
+from fastformer.tuning import Candidate, measure_job
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning"
 )
-A, B = (FORWARD, "a"), (FORWARD, "b")
-
-
-def measured(*names, **known):
-    begun = []
-    work = Work(by_itself, **known)
-    return measure_job(work, A, [CANDIDATES[name] for name in names], begun.append), begun
 
 
 # ---------------------------------------------------------------------------------- the candidates
+
+
+def by_itself(call):
+    """A timer: the call says how long it takes."""
+    return call()
+
+
+def seconds(n):
+    return lambda: n * 1e-6
+
+
+def fail(message):
+    raise RuntimeError(message)
+
+
+CANDIDATES = {
+    "good": Candidate("good", seconds(50)),
+    "better": Candidate("better", seconds(40)),
+    "tie": Candidate("tie", seconds(49.5)),
+    "slow": Candidate("slow", seconds(80)),
+    "reference": Candidate("reference", seconds(1)),
+    "lies": Candidate("lies", seconds(1), lambda: "it disagrees with the reference"),
+    "fails": Candidate("fails", seconds(1), lambda: fail("out of resources\nand more")),
+    "fails late": Candidate("fails late", lambda: fail("later")),
+}
+
+
+def measured(*names, **dropped):
+    begun = []
+    given = [CANDIDATES[name] for name in names]
+    return measure_job(given, by_itself, dropped, begun.append), begun
 
 
 def test_the_fastest_is_chosen_and_a_tie_keeps_what_is_shipped():
     entry, begun = measured("good", "slow", "better")
     assert entry == ("better", {"good": 50.0, "slow": 80.0, "better": 40.0}, {})
     assert begun == ["good", "slow", "better"] * (1 + tuning.ROUNDS)
-    entry, _ = measured("good", "tie")
-    assert entry.choice == "good"
-    assert entry.dropped == {"tie": "it ties with good, which is kept"}
+    assert measured("good", "tie")[0] == ("good", {"good": 50.0, "tie": 49.5}, {})
 
 
 def test_candidates_that_lie_or_fail_are_dropped_with_the_reason():
-    entry, _ = measured("good", "lies", "fails", "fails late", "baseline")
-    assert entry.choice == "good" and list(entry.us) == ["good", "baseline"]
+    entry, _ = measured("good", "lies", "fails", "fails late", "reference")
+    assert entry.choice == "good" and list(entry.us) == ["good", "reference"]
     assert entry.dropped == {
         "lies": "it disagrees with the reference",
         "fails": "it fails: RuntimeError: out of resources",
@@ -60,96 +74,16 @@ def test_candidates_that_lie_or_fail_are_dropped_with_the_reason():
     assert measured("lies", "fails")[0].choice is None
 
 
-def test_a_candidate_that_has_failed_is_not_tried_again():
-    failed = {(A, "better"): "it crashes", (B, "slow"): "it hangs", (None, "tie"): "it hangs"}
-    entry, begun = measured("good", "better", "slow", "tie", failed=failed)
+def test_a_candidate_that_was_dropped_is_not_tried_again():
+    entry, begun = measured("good", "better", "slow", better="it crashes")
     assert entry.choice == "good" and {*begun} == {"good", "slow"}
-    assert entry.dropped == {"better": "it crashes", "tie": "it hangs"}
+    assert entry.dropped == {"better": "it crashes"}
 
 
 def test_candidates_are_timed_in_turn_and_by_their_median():
     times = iter([3.0, 9.0, 1.0, 9.0, 2.0, 2.0])
     pair = [Candidate(name, lambda: next(times)) for name in "ab"]
-    assert measure_job(Work(by_itself), A, pair, str).us == {"a": 2e6, "b": 9e6}
-
-
-def test_a_selection_of_candidates():
-    """The first and what is only compared stay."""
-    names = ["128 64 8 3", "128 64 8 2", "Gluon 128 128 @01234567", "torch (cuDNN)", "reference"]
-    made = [Candidate(n, lambda: 1.0, baseline=n == "reference") for n in names]
-    for pattern, kept in (("@|torch", "0234"), ("", "01234"), ("@", "024")):
-        assert tuning._selected(made, Work(by_itself, pattern)) == [made[int(i)] for i in kept]
-
-
-def test_the_time_of_a_gpu_is_between_two_events_with_a_cold_cache(monkeypatch):
-    gpu = MagicMock()
-    gpu.cuda.Event().elapsed_time.return_value = 2000.0
-    monkeypatch.setattr(tuning, "torch", gpu)
-    assert tuning.device_seconds(gpu.call) == 2.0
-    names = ("empty().zero_", "cuda._sleep", "cuda.Event().record", "call", "cuda.synchronize")
-    flush, sleep, event, call, wait = names
-    done = [name for name, *_ in gpu.mock_calls if name in names]
-    assert done[:4] == [call, wait, call, wait] and done[-1] == wait
-    rounds = done[4:-1]
-    assert rounds == [flush, sleep, event, call, event] * (len(rounds) // 5)
-    assert tuning.LEAST <= len(rounds) // 5 <= tuning.MOST
-
-
-# --------------------------------------------------------------------------------- the process
-
-
-def supervised(names, seconds=600.0, keep=lambda *_: None, silence=60.0):
-    work = Work(by_itself, silence=silence)
-    why = supervise(work, A, names, time.monotonic() + seconds, keep, tuning_worker.jobs)
-    return why, work
-
-
-@pytest.mark.with_all
-def test_a_candidate_that_crashes_is_dropped_and_the_others_measured():
-    """A kernel in Gluon is tried in no other class: it would most likely cost as much time."""
-    kept, crashes, gluon = [], "crashes", "crashes @01234567"
-    given = f"good, {crashes}, {gluon}, better"
-    why, work = supervised(given, keep=lambda *x: kept.append(x))
-    reason = "it crashes: SIGABRT: the kernel is gone"
-    assert why is None and kept == [(A, work.done[A])]
-    dropped = {crashes: reason, gluon: reason}
-    assert work.done[A] == ("better", {"good": 50.0, "better": 40.0}, dropped)
-    elsewhere = {(None, gluon): f"in another class of calls {reason}"}
-    assert work.failed == {(A, name): reason for name in dropped} | elsewhere
-
-
-@pytest.mark.with_all
-def test_a_candidate_that_hangs_is_dropped():
-    _, work = supervised("good, hangs, better", silence=5.0)
-    assert work.done[A].choice == "better"
-    assert work.done[A].dropped == {"hangs": "it hangs: it takes more than 5 s"}
-
-
-def test_a_call_that_cannot_be_measured():
-    assert supervised("no inputs")[0] == "RuntimeError: out of memory"
-    why = "it crashes: exit status 1: the GPU is lost to its process"
-    assert supervised("dies")[0] == why
-
-
-def test_the_time_is_limited():
-    why, work = supervised("good, hangs", seconds=0.0)
-    assert why is None and work.done == {}
-
-
-def test_a_process_ends_where_its_result_cannot_be_kept(monkeypatch):
-    started, former = [], subprocess.Popen
-
-    def start(*arguments, **named):
-        started.append(former(*arguments, **named))
-        return started[-1]
-
-    def keep(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(tuning.subprocess, "Popen", start)
-    with pytest.raises(OSError, match="no space left"):
-        supervised("good", keep=keep)
-    assert [process.poll() for process in started] == [0]
+    assert measure_job(pair, by_itself, {}).us == {"a": 2e6, "b": 9e6}
 
 
 # ------------------------------------------------------------------------------------- comparing
@@ -201,36 +135,22 @@ def one_row(monkeypatch):
     monkeypatch.setattr(plan, "rows", lambda *_: [Tiles(16, 32, 4, 1)])
 
 
-@pytest.fixture
-def all_of(tmp_path):
-    """all_of(arguments, timer, only): what is found for a call, by class."""
-
-    def all_of(given, timer=by_itself, only=lambda candidate: True, op=OP, done=None):
-        torch.save(given, tmp_path / "call")
-        work, key = Work(timer, done=done or {}), (op, measurements.class_of(op, given))
-        for job, candidates in tuning.jobs(work, key, str(tmp_path / "call")):
-            chosen = [c for c in candidates if only(c)]
-            work.done[job] = measure_job(work, job, chosen, str)
-        return work.done
-
-    return all_of
+def all_of(given, timer=flat, only=lambda candidate: True, op=OP):
+    """What is found for a call, by (kind, name)."""
+    found = {}
+    for key, candidates in tuning.jobs(op, given, found):
+        found[key] = measure_job([c for c in candidates if only(c)], timer, {})
+    return found
 
 
-def flat(call):
-    call()
-    return 1.0
-
-
-def test_the_jobs_of_a_call_are_its_kernels_and_then_the_op(one_row, all_of):
-    done = all_of(attention(True, is_causal=True), tuning_worker.by_tiles)
+def test_the_jobs_of_a_call_are_its_kernels_and_then_the_op(one_row):
+    done = all_of(attention(True, is_causal=True), by_rows)
     backward = ["attention dkdv", "attention dq", "attention short backward"]
     assert [kind for kind, _ in done] == [FORWARD, *backward, OP]
     forward = next(entry for (kind, _), entry in done.items() if kind == FORWARD)
     assert forward.us.keys() == {"32 32 4 1", "16 32 4 1"}
     last = next(entry for (kind, _), entry in done.items() if kind == OP)
     assert last.choice == "triton" and last.us.keys() == {"triton", "reference"}
-    assert set(OPERATIONS[OP].alternatives) == set(last.dropped)  # they need a GPU
-    assert all(reason.startswith("it fails: ") for reason in last.dropped.values())
 
 
 def launches(call):
@@ -246,7 +166,7 @@ def launches(call):
 
 @pytest.mark.all_cases
 @pytest.mark.parametrize("one_kernel", [False, True])
-def test_one_kernel_is_compared_to_the_best_separate_ones(one_row, all_of, monkeypatch, one_kernel):
+def test_one_kernel_is_compared_to_the_best_separate_ones(one_row, monkeypatch, one_kernel):
     """Whichever is shipped, dK/dV and dQ are measured first, and by what they launch."""
     plan = pytest.importorskip("fastformer.kernels.attention.plan")
     monkeypatch.setattr(plan, "pays", lambda _: one_kernel)
@@ -261,14 +181,14 @@ def test_one_kernel_is_compared_to_the_best_separate_ones(one_row, all_of, monke
     assert short.choice == "tiny" and found[OP].us["triton"] == 2e6
 
 
-def test_a_kernel_of_the_forward_is_timed_without_the_backward(one_row, all_of):
+def test_a_kernel_of_the_forward_is_timed_without_the_backward(one_row):
     counted = []
 
     def count(call):
         counted.append(launches(call))
         return 1.0
 
-    all_of(attention(True), count, lambda c: "16" not in c.name and not c.baseline)
+    all_of(attention(True), count, lambda c: "16" not in c.name and c.name != "reference")
     # Each in three rounds. Delta is the fourth; or dq, dk and dv are one kernel of either form.
     assert counted == 3 * [1] + 6 * [4] + 3 * [4, 2, 2] + 3 * [4]
 
@@ -280,12 +200,12 @@ def few(**more):
     return dict(query=query, key=key, value=value, **lengths, **more)
 
 
-def test_few_queries_take_the_faster_of_two_kernels(one_row, all_of, monkeypatch):
+def test_few_queries_take_the_faster_of_two_kernels(one_row, monkeypatch):
     """Here the one that is one launch, where the others are two."""
     from fastformer.kernels import launch, tuned
 
     given = few()
-    done = all_of(backends.checked(OP, **given), launches, lambda c: not c.baseline)
+    done = all_of(backends.checked(OP, **given), launches, lambda c: c.name != "reference")
     assert [kind for kind, _ in done] == ["attention decode", "attention split-KV", OP]
     (key,) = (key for key in done if key[0] == "attention split-KV")
     assert done[key].choice == "forward" and done[key].us == {"split": 2e6, "forward": 1e6}
@@ -299,69 +219,158 @@ def test_few_queries_take_the_faster_of_two_kernels(one_row, all_of, monkeypatch
         assert "split over programs" not in ff.explain(OP, **given).reason
 
 
-def unsteady(*arguments):
-    output, *rest = flash(*arguments)
-    return output * (1 + torch.rand(()) * 1e-7), *rest
+FAULTS = {
+    "right": (lambda x: x, None),
+    "wrong": (lambda x: 1.01 * x, "disagrees with the reference"),
+    "unsteady": (lambda x: x * (1 + torch.rand(()) * 1e-7), "2 runs give different bits"),
+    "fails": (lambda x: fail("no such op"), "it fails: RuntimeError: no such op"),
+}
 
 
-def without_nan(*arguments):
-    output, *rest = flash(*arguments)
-    return output.nan_to_num(), *rest
+@pytest.mark.parametrize("name", FAULTS)
+def test_torchs_op_is_a_candidate_of_a_call_without_gradients(one_row, monkeypatch, name):
+    (fault, why), former = FAULTS[name], OPERATIONS[OP].by_torch
+    record = OPERATIONS[OP]._replace(by_torch=lambda **given: fault(former(**given)))
+    monkeypatch.setitem(OPERATIONS, OP, record)
+    for gradient in (False, True):
+        found = all_of(attention(gradient, inside=True, H=2), flat, lambda c: "16" not in c.name)
+        (last,) = (entry for (kind, _), entry in found.items() if kind == OP)
+        is_candidate = not gradient and why is None
+        assert last.us.keys() == {"triton", "reference"} | ({"torch"} if is_candidate else set())
+        assert last.choice == "triton" and last.dropped.keys() == (
+            {"torch"} if not gradient and why else set()
+        )
+        assert gradient or why is None or why in last.dropped["torch"]
+
+
+def test_a_kernel_in_gluon_is_repeated_more_often(monkeypatch):
+    """A bit differs in one run of many."""
+    from fastformer.kernels import tuned
+
+    call, count, former = tuning.Call(OP, attention()), [], tuning.Call.outputs
+
+    def faulty(self, arguments, backend):
+        output = former(self, arguments, backend)
+        count.append(output)
+        if len(count) == 7:
+            output[0].view(torch.int32)[0, 0, 0, 0] ^= 1
+        return output
+
+    monkeypatch.setattr(tuning.Call, "outputs", faulty)
+    assert call.drop_reason("triton", 5) == "5 runs give different bits"
+    monkeypatch.setattr(tuning.Call, "drop_reason", lambda self, backend, repeats: f"{repeats}")
+    monkeypatch.setattr(tuned, "GluonOption", tuple)  # all tiles
+    _, candidates = next(tuning.jobs(OP, attention(), {}))
+    assert {c.drop_reason() for c in candidates} == {str(tuning.OF_GLUON)}
+
+
+# --------------------------------------------------------------------------------- the process
+
+
+def calls_of(*given):
+    calls = {}
+    for arguments in given:
+        tuning.add(calls, OP, arguments)
+    return calls
+
+
+def choice_of(kind, found):
+    return next(entry for (name, _), entry in found.items() if name == kind)
+
+
+@pytest.mark.with_all
+def test_a_run_writes_what_calls_then_take_and_the_next_goes_on_without_what_crashed(file):
+    given = attention(is_causal=True)
+    calls = calls_of(given)
+    result = tuning.measure(calls, file, 10.0, tuning_worker.crash_at_64)
+    assert not result.rows[0][2] and result.done and result.file == file
+    why = "it ends its process: exit status 3: the kernel is gone"
+    assert f"not the call: {why} ({FORWARD}, 64 32 4 " in str(result)
+    dropped = choice_of(FORWARD, measurements.measurements(CPU)).dropped
+    assert len(dropped) == 1 and {*dropped.values()} == {why}
+
+    result = tuning.measure(calls, file, 10.0, tuning_worker.by_rows, candidates="^(16|64) 32 4")
+    ((name, _, us, _),) = result.rows
+    assert result.done and name == " ".join(*calls) and us.keys() >= {"triton", "reference"}
+    entry = choice_of(FORWARD, measurements.measurements(CPU))
+    assert entry.choice not in dropped and entry.dropped == dropped
+    with backends.use_backend("triton"):
+        said = ff.explain(OP, *(given[n] for n in ("query", "key", "value")), is_causal=True)
+    assert said.reason.startswith("measured: ")
+
+
+class Ends(BaseException):
+    """It ends the process."""
+
+
+def ends(call):
+    raise Ends
 
 
 @pytest.fixture
-def instead(one_row, monkeypatch):
-    """instead(name=forward, ..): the alternatives of attention."""
+def process(monkeypatch):
+    """The process is this one; `ends` ends it, or lasts until the deadline with process.late."""
 
-    def instead(**forwards):
-        backends._load(OP)
-        others = {name: Alternative(one) for name, one in forwards.items()}
-        record = OPERATIONS[OP]._replace(alternatives=others)
-        monkeypatch.setitem(OPERATIONS, OP, record)
-        monkeypatch.setattr(autograd, "_pairs", dict(autograd._pairs))
-        autograd.pair(OP, record)
+    def run(command, env, timeout, **_):
+        run.timeouts.append(timeout)
+        try:
+            tuning.worker(command[-1])
+        except Ends:
+            if run.late:
+                raise subprocess.TimeoutExpired(command, timeout) from None
+            return subprocess.CompletedProcess(command, -6, stderr=b"a\nthe kernel is gone\n")
+        return subprocess.CompletedProcess(command, 0, stderr=b"")
 
-    return instead
-
-
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"inside": True, "H": 2}], ids=str)
-def test_torchs_own_op_is_a_candidate_with_our_backward(instead, all_of, gradient, options):
-    instead(flash=flash, wrong=lambda *x: flash(*x, scale=1.01), unsteady=unsteady, nan=without_nan)
-    done = all_of(attention(gradient, **options), flat, lambda c: "16" not in c.name)
-    (last,) = (entry for (kind, _), entry in done.items() if kind == OP)
-    assert last.us.keys() == {"triton", "flash", "reference"}
-    assert "disagrees with the reference" in last.dropped["wrong"]
-    assert last.dropped["unsteady"] == "the results of two runs differ"
-    assert last.dropped["nan"] == "NaN reaches other elements of the output"
+    run.late, run.timeouts = False, []
+    monkeypatch.setattr(tuning.subprocess, "run", run)
+    return run
 
 
-def test_a_run_writes_what_calls_then_take_and_goes_on_where_it_was(file, monkeypatch):
-    """The process has all rows of tiles; the timer prefers programs of many queries."""
-    from fastformer.kernels import tuned
+@pytest.mark.parametrize("late", [False, True])
+def test_a_candidate_that_ends_its_process_or_is_late_is_dropped(file, process, one_row, late):
+    process.late, calls = late, calls_of(attention())
+    result = tuning.measure(calls, file, 100.0, ends)
+    why = "it takes more than 600 s" if late else "it ends its process: exit status -6: the kernel"
+    ((_, choice, us, dropped),) = result.rows
+    assert result.done and process.timeouts == [tuning.LIMIT] and not choice and not us
+    assert dropped["the call"].startswith(why) and f"({FORWARD}, 32 32 4 1)" in dropped["the call"]
+    found = choice_of(FORWARD, measurements.measurements(CPU))
+    assert found[:2] == (None, {}) and found.dropped["32 32 4 1"].startswith(why)
+    result = tuning.measure(calls, file, 100.0, flat)
+    assert result.done and result.rows[0][2].keys() == {"triton", "torch", "reference"}
+    found = choice_of(FORWARD, measurements.measurements(CPU))
+    assert found.choice == "16 32 4 1" and found.us.keys() == {"16 32 4 1"}
+    assert [row[0] for row in tuning.planned(calls, file, CPU).rows] == []
+    assert tuning.measure(calls, file, 100.0, ends).rows == result.rows  # nothing is measured again
 
-    given, calls = attention(is_causal=True), {}
-    tuning.add(calls, OP, given)
-    result = tuning.measure(calls, file, 10.0, tuning_worker.by_tiles)
-    assert result.done and result.file == file
-    ((name, choice, us, _),) = result.rows
-    assert name == " ".join(*calls) and choice == "triton" and us.keys() == {"triton", "reference"}
-    assert "not torch (cuDNN): it fails: " in str(result)
 
+def test_the_time_is_limited(file, process, one_row):
+    """What was running is not to blame, and the next run measures it."""
+    process.late, calls = True, calls_of(attention(), attention(is_causal=True))
+    result = tuning.measure(calls, file, 1.0, ends)
+    assert not result.done and [row[1:] for row in result.rows] == 2 * [("", {}, {})]
+    assert all(timeout <= 60 for timeout in process.timeouts)
+    assert len(tuning.planned(calls, file, CPU).rows) == 2
+
+
+def test_candidates_are_selected_and_a_kernel_is_measured_once(file, process, one_row):
+    """What is shipped, and the reference, stay."""
+    calls = calls_of(attention(), attention(Sq=23))
+    result = tuning.measure(calls, file, 100.0, flat, candidates="torch")
+    us = [row[2].keys() for row in result.rows]
+    assert us == 2 * [{"triton", "torch", "reference"}]
     found = measurements.measurements(CPU)
-    (entry,) = (e for (kind, _), e in found.items() if kind == FORWARD)
-    assert entry.choice.startswith("64 32 ") and len(entry.us) > 3
-    inputs, asked = {n: given[n] for n in ("query", "key", "value")}, []
-    monkeypatch.setattr(tuned, "_ignore", asked.append)
-    with backends.use_backend("triton"):
-        said = ff.explain(OP, **inputs, is_causal=True)
-        assert said.reason.startswith("measured: ") and said.reason.endswith(" x the reference")
-        ff.scaled_dot_product_attention(**inputs, is_causal=True)
-    assert asked == []
+    assert choice_of(FORWARD, found).us.keys() == {"32 32 4 1"}
+    assert len([kind for kind, _ in found if kind == FORWARD]) == 1
 
-    monkeypatch.setattr(tuning, "supervise", lambda *_: pytest.fail("it is measured again"))
-    before = file.read_text()
-    assert tuning.measure(calls, file, 10.0) == result and file.read_text() == before
+
+def test_a_result_that_cannot_be_kept_is_an_error(file, process, one_row, monkeypatch):
+    def write(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(measurements, "write", write)
+    with pytest.raises(OSError, match="no space left"):
+        tuning.measure(calls_of(attention()), file, 1.0, flat)
 
 
 # -------------------------------------------------------------------------------------------- tune
@@ -403,19 +412,19 @@ def test_tune_measures_the_calls_that_the_model_made(file, monkeypatch):
     """All but the GPU: the device, and the process that measures."""
     seen = []
 
-    def stand_in(work, key, path, deadline, keep):
-        seen.append((key, torch.load(path, weights_only=False), work.timer))
-        work.done[key] = Entry("triton", {"triton": 1.0}, {"x": "it lies"})
-        keep(key, work.done[key])
+    def stand_in(seconds, op, arguments, timer, *_):
+        seen.append((op, arguments, timer))
+        entry = Entry("triton", {"triton": 1.0}, {"x": "it lies"})
+        return {(op, measurements.call_name(arguments)): entry}, None
 
-    monkeypatch.setattr(tuning, "supervise", stand_in)
+    monkeypatch.setattr(tuning, "measure_apart", stand_in)
     monkeypatch.setattr(tuning, "NEEDED", "cpu")
     model, x = Model(), torch.randn(2, 5, 16)
     result = ff.tune(model, x, minutes=2)
     assert result.done and [row[1] for row in result.rows] == ["triton"] * 3
     assert len(measurements.measured(file, HERE)) == len(seen) == 3
     assert "    not x: it lies" in str(result)
-    (op, _), given, timer = seen[0]
+    op, given, timer = seen[0]
     assert op == "layer_norm" and timer is tuning.device_seconds
     assert torch.equal(given["input"], x) and torch.equal(given["weight"], model.norm.weight)
     assert given["weight"].requires_grad and not given["input"].requires_grad
@@ -439,254 +448,7 @@ def test_bad_calls_of_tune(monkeypatch):
         ff.tune(Model(), x)
 
 
-# ------------------------------------------------------------------------------- kernels in Gluon
-
-ROW = "Gluon 16 32"
-
-
-@pytest.fixture
-def stand_in(monkeypatch):
-    """A row of a kernel in Gluon, which is a row of the ordinary forward. Returns its label."""
-    from fastformer.kernels import launch, tuned
-    from fastformer.kernels.attention import plan
-    from fastformer.kernels.attention.configurations import Tiles
-
-    former = plan.Plan.tiles
-
-    def tiles(self, name):
-        found = former(self, name)
-        return Tiles(16, 32, 4, 1) if isinstance(found, str) else found
-
-    monkeypatch.setattr(plan, "rows", lambda *_: [])
-    monkeypatch.setattr(plan, "HOPPER", {ROW: None})
-    monkeypatch.setattr(plan, "obstacle", lambda *_: None)
-    monkeypatch.setattr(plan, "ways", lambda rows, *_: dict(rows))
-    monkeypatch.setattr(plan.Plan, "tiles", tiles)
-    monkeypatch.setattr(tuning, "REPEATS", 5)
-    monkeypatch.setattr(tuning, "ODD", ((71, 130),))
-    launch.plans.clear()
-    yield tuned.label(tuned.GluonOption(ROW))
-    launch.plans.clear()
-
-
-@pytest.fixture
-def gluon(all_of):
-    """gluon(): what is found for the forward; the row with fewer queries is faster."""
-    x = torch.randn(1, 1, 136, 16)
-    given = backends.checked(OP, query=x, key=x, value=x, key_lengths=torch.tensor([133]))
-
-    def by_rows(call):
-        return 1 / tuning_worker.by_tiles(call)
-
-    def gluon():
-        found = all_of(given, by_rows)
-        return next(entry for (kind, _), entry in found.items() if kind == FORWARD)
-
-    return gluon
-
-
-@pytest.mark.parametrize(
-    "rows, reason",
-    [
-        (71, None),
-        (72, "it writes outside of a tensor (71 queries, 130 keys, NaN around all tensors)"),
-        # The memory may be that of the call before, with the right result in it.
-        (70, "output 0 disagrees with the reference"),
-    ],
-)
-def test_a_kernel_that_writes_a_row_too_many_or_too_few(
-    stand_in, gluon, interpreted, monkeypatch, rows, reason
-):
-    """The stand-in gets another number of rows at 71 queries."""
-    from fastformer.kernels.launch import Launch
-
-    former = Launch.__init__
-
-    def faulty(self, kernel, grid, arguments, *rest):
-        given = arguments.get("sizes")
-        if arguments["tile"].rows.value == 16 and given.queries == 71:
-            arguments = arguments | dict(sizes=given._replace(queries=rows))
-        former(self, kernel, grid, arguments, *rest)
-
-    monkeypatch.setattr(Launch, "__init__", faulty)
-    found = gluon()
-    assert found.choice is not None
-    if reason is None:
-        assert found.choice == stand_in and found.dropped == {} and len(found.us) == 2
-    else:
-        assert reason in found.dropped[stand_in] and stand_in not in found.us
-
-
-def test_a_kernel_with_another_bit(stand_in, gluon, monkeypatch):
-    """In one launch of many."""
-    former, count = tuning.Call.forward, []
-
-    def faulty(self):
-        output = former(self)
-        count.append(output)
-        if len(count) == 5:  # after that of the keys, and three others
-            output[0].view(torch.int32)[0, 0, 0, 0] ^= 1
-        return output
-
-    monkeypatch.setattr(tuning.Call, "forward", faulty)
-    assert gluon().dropped[stand_in] == "5 runs give different bits"
-
-
-class Memory(NamedTuple):
-    X: Any
-    Y: Any
-
-
-class Sizes(NamedTuple):
-    n: Any
-    step: Any
-
-
-@triton.jit
-def doubled(memory, sizes):
-    o = tl.arange(0, 32) * sizes.step
-    inside = tl.arange(0, 32) < sizes.n
-    tl.store(memory.Y + o, 2 * tl.load(memory.X + o, mask=inside), mask=inside)
-
-
-def scaled(n, step, x, y):
-    """Launch y[i step] = 2 x[i step] for i < n."""
-    from fastformer.kernels.launch import Launch
-
-    Launch(doubled, (1,), dict(sizes=Sizes(n, step)), 1, groups=dict(memory=Memory))((x, y))
-
-
-@pytest.fixture
-def interpreted():
-    from fastformer.kernels.common import INTERPRETED
-
-    if not INTERPRETED:
-        pytest.skip("needs Triton's interpreter")
-    from benchmarks.proof import memory_check
-
-    with memory_check.unchecked():  # the kernels read and write outside
-        yield
-
-
-@pytest.mark.parametrize(
-    "n, step, right", [(20, 1, True), (21, 1, False), (7, 3, True), (10, 2, False)]
-)
-def test_fences(interpreted, n, step, right):
-    """Of 20 numbers, or 7 of these, every third."""
-    from fastformer.kernels import tuned
-
-    x, y = torch.arange(64.0), torch.zeros(64)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    with tuned.fenced() as found:
-        assert torch.empty(3).isnan().all()
-        scaled(n, step, *(t[:20] if step == 1 else t[:20:3] for t in (x, y)))
-    assert found == ([] if right else ["it writes outside of a tensor"])
-    assert not torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(before, warn_only=True)
-    if right:
-        written = (x < 20) & (x % step == 0)
-        assert torch.equal(y, torch.where(written, 2 * x, 0.0))
-
-
-def test_what_is_read_outside_is_nan(interpreted):
-    from fastformer.kernels import tuned
-
-    x, y = torch.arange(64.0), torch.zeros(64)
-    with tuned.fenced() as found:
-        scaled(32, 1, x[:20], y[:32])
-    assert found == [] and y[:20].isfinite().all() and y[20:32].isnan().all()
-
-
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.arange(12.0).view(3, 4).t(),
-        torch.arange(3).expand(5, 3),
-        torch.arange(40).bfloat16()[1:30:2],
-        torch.tensor([True, False, True]),
-        torch.tensor(7),
-        torch.empty(0, 4),
-    ],
-    ids=lambda x: f"{x.dtype} {tuple(x.stride())}",
-)
-def test_a_fence_keeps_what_is_inside(x):
-    from fastformer.kernels import tuned
-    from fastformer.kernels.launch import Launch
-
-    given = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launch, "__call__", lambda launch, *pointers: given.extend(pointers))
-        with tuned.fenced() as found:
-            Launch.__call__(None, x, (x, 3))
-    assert found == []
-    one, (two, number) = given
-    assert one is two and number == 3 and one.dtype == x.dtype
-    assert one.stride() == x.stride() or not x.numel()
-    assert (one.data_ptr() - x.data_ptr()) % 16 == 0
-    assert torch.equal(one.expand(x.shape), x)
-
-
-def test_a_measurement_holds_for_the_sources_that_were_measured(file, stand_in, caplog):
-    from fastformer.kernels import launch, tuned
-
-    given, calls = attention(key_lengths=torch.tensor([20])), {}
-    tuning.add(calls, OP, given)
-
-    def rows_of_tile():
-        launch.plans.clear()
-        with ff.use_backend("triton"), torch.no_grad():
-            backends.run(OP, **given)
-        (made,) = launch.plans.values()
-        return next(x.rows.value for x in made.forward._arguments if hasattr(x, "rows"))
-
-    with tuned.forced({}) as asked:
-        rows_of_tile()
-    (case,) = (question.case for question in asked if question.kernel == FORWARD)
-    old, shipped = stand_in[:-8] + "0" * 8, Entry("triton", {"triton": 2.0}, {})
-    for name, rows in ((stand_in, 16), (old, 32)):
-        found = {(FORWARD, case): Entry(name, {name: 1.0}, {}), ("rms_norm", "a"): shipped}
-        found |= dict.fromkeys(calls, shipped)
-        measurements.write(file, HERE, found)
-        for _ in range(2):
-            backends.measure_again()
-            with caplog.at_level(logging.WARNING, logger="fastformer"):
-                assert rows_of_tile() == rows
-        left = [" ".join(*calls)] if name is old else []
-        assert [row[0] for row in tuning.planned(calls, file, CPU).rows] == left
-    (record,) = caplog.records  # once
-    said = record.getMessage()
-    assert repr(old) in said and FORWARD in said and "its kernel has changed since" in said
-
-
-def test_what_is_measured_again(file, stand_in):
-    """All that was measured with other sources, chosen or not, and the choices of these ops."""
-    old, kept = stand_in[:-8] + "0" * 8, Entry("x", {"x": 1.0}, {})
-    found = {
-        (FORWARD, "a"): Entry("x", {"x": 1.0, old: 2.0}, {}),
-        (FORWARD, "b"): Entry("x", {"x": 1.0}, {old: "it hangs"}),
-        (FORWARD, "c"): Entry(stand_in, {stand_in: 1.0}, {}),
-        ("attention dq", "a"): kept,
-        (OP, "a"): kept,
-        ("layer_norm", "a"): kept,
-    }
-    measurements.write(file, HERE, found)
-    left = tuning.known(file, HERE)
-    assert left.keys() == {(FORWARD, "c"), ("attention dq", "a"), ("layer_norm", "a")}
-
-
-def test_a_kernel_that_is_dropped_is_logged(file, monkeypatch, caplog):
-    name, calls = "Gluon 16 32 @01234567", {}
-    tuning.add(calls, OP, attention())
-    why = "it hangs: it takes more than 180 s"
-    found = Entry("x", {"x": 1.0, "Gluon tie @01234567": 1.0}, {name: why, "tile": "it fails"})
-    found.dropped["Gluon tie @01234567"] = "it ties with x, which is kept"
-    monkeypatch.setattr(tuning, "supervise", lambda work, key, path, deadline, keep: keep(A, found))
-    with caplog.at_level(logging.WARNING, logger="fastformer"):
-        tuning.measure(calls, file, 1.0)
-    line = f"{name} is not taken for {FORWARD}, a: {why}"
-    assert [r.getMessage() for r in caplog.records] == [line]
-
+# -------------------------------------------------------------------------------- without Gluon
 
 WITHOUT = """
 import sys

@@ -15,9 +15,13 @@ from fastformer.ops.attention.joint import joint_reference
 def _by_torch(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
 ) -> Tensor:
-    options = dict(scale=attention.scale, enable_gqa=query.shape[1] != key.shape[1])
     output = F.scaled_dot_product_attention(
-        query, key, value, is_causal=attention.is_causal, **options
+        query,
+        key,
+        value,
+        is_causal=attention.is_causal,
+        scale=attention.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return reference.in_order_of(query, output)
 

@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 from fastformer import checks, environment, numerics
 from fastformer.description import Attention
 from fastformer.dispatch import backends, measurements
-from fastformer.dispatch.measurements import Entries, Entry, Key, flat
+from fastformer.dispatch.measurements import Entries, Entry, Key, flat, is_floating
 from fastformer.dispatch.operation import OPERATIONS, Arguments
 from fastformer.eager import use_formula
 
@@ -49,6 +49,7 @@ class Call:
     def __init__(self, op: str, arguments: Arguments) -> None:
         self.op, self.arguments = op, arguments
         self.gradient = measurements.differentiated(arguments)
+        self._incoming: dict[Any, list[Tensor]] = {}
         self._checked: Any = None
 
     def __call__(self, backend: str = "triton") -> tuple[Tensor, ...]:
@@ -73,13 +74,14 @@ class Call:
             outputs = self.outputs(arguments, backend)
             if not self.gradient:
                 return outputs
-            dtype = next(x.dtype for x in self.arguments.values() if measurements.is_floating(x))
-            make = torch.Generator(outputs[0].device).manual_seed(2)  # the same for each candidate
-            random = (torch.randn(x.shape, generator=make, device=make.device) for x in outputs)
-            incoming = [g.to(dtype).to(x.dtype) for g, x in zip(random, outputs)]
-            found = torch.autograd.grad(
-                outputs, _leaves(arguments), incoming, materialize_grads=True
-            )
+            key = tuple((x.shape, x.dtype) for x in outputs)
+            if key not in self._incoming:  # equal in each call with the same shapes
+                make = torch.Generator(outputs[0].device).manual_seed(2)
+                random = [torch.randn(s, generator=make, device=make.device) for s, _ in key]
+                dtype = next(x.dtype for x in self.arguments.values() if is_floating(x))
+                self._incoming[key] = [g.to(dtype).to(x.dtype) for g, x in zip(random, outputs)]
+            given = outputs, _leaves(arguments), self._incoming[key]
+            found = torch.autograd.grad(*given, materialize_grads=True)
         return *(x.detach() for x in outputs), *found
 
     def drop_reason(self, backend: str = "triton", repeats: int = REPEATS) -> str | None:
@@ -92,7 +94,7 @@ class Call:
         given, exact, eager = self._checked
         have, grads = self.results(given, backend), len(_leaves(given)) * self.gradient
         reason = numerics.first_disagreement(have, exact, eager, len(have) - grads)
-        if reason is None and repeats:
+        if reason is None:
             first = [x.clone() for x in self(backend)]
             if not all(all(map(torch.equal, first, self(backend))) for _ in range(repeats - 1)):
                 return f"{repeats} runs give different bits"
@@ -104,8 +106,7 @@ def _leaves(arguments: Arguments) -> list[Tensor]:
 
 
 def _double(name: str, x: Any) -> Any:
-    is_floating = measurements.is_floating(x)
-    return x.detach().double().requires_grad_(x.requires_grad) if is_floating else x
+    return x.detach().double().requires_grad_(x.requires_grad) if is_floating(x) else x
 
 
 def _leaf(name: str, x: Any) -> Any:
@@ -340,7 +341,7 @@ def measure(
     """
     here = measurements.machine(next(iter(next(iter(calls.values())).values())).device)
     assert here is not None
-    known, skipped = measurements.measured(file, here), dict[Key, str | None]()
+    known, skipped = measurements.read(file, here), dict[Key, str | None]()
     deadline = time.monotonic() + 60 * minutes
     try:
         for key, arguments in tqdm(calls.items(), unit="call", disable=None):
@@ -367,7 +368,7 @@ def _is_done(known: Entries, key: Key) -> bool:
 
 def planned(calls: Iterable[Key], file: Path | None, device: torch.device) -> Tuning:
     """Return the calls that `measure` would measure: those that are not in the file."""
-    known = measurements.measured(file, measurements.machine(device))
+    known = measurements.read(file, measurements.machine(device))
     left = [" ".join(key) for key in calls if not _is_done(known, key)]
     return Tuning(tuple((name, "", {}, {}) for name in left), file, False)
 

@@ -42,7 +42,7 @@ def test_what_is_written_is_read(file, logged):
     measurements.write(file, HERE, found)
     assert measurements.measurements(CPU) == found
     assert measurements.choices(CPU) == {(FORWARD, "a"): "64 32 4 1"}
-    assert measurements.measured(file, HERE) == found
+    assert measurements.read(file, HERE) == found
     assert measurements.left_to_torch(CPU) == frozenset() and logged() == []
     assert {path.name for path in file.parent.iterdir()} <= {file.name, file.name + ".lock"}
 
@@ -52,9 +52,9 @@ def test_a_second_run_adds_to_the_first_and_keeps_other_machines(file):
     measurements.write(file, HERE, {(FORWARD, "a"): entry(), (FORWARD, "b"): entry()})
     measurements.write(file, other, {(FORWARD, "a"): entry("128 64 8 2")})
     measurements.write(file, HERE, {(FORWARD, "a"): entry("128 64 8 2"), (FORWARD, "c"): entry()})
-    found = {case: e.choice for (_, case), e in measurements.measured(file, HERE).items()}
+    found = {case: e.choice for (_, case), e in measurements.read(file, HERE).items()}
     assert found == dict(a="128 64 8 2", b="64 32 4 1", c="64 32 4 1")
-    assert list(measurements.measured(file, other)) == [(FORWARD, "a")]
+    assert list(measurements.read(file, other)) == [(FORWARD, "a")]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -67,7 +67,7 @@ def test_two_processes_write_at_once(file):
                 measurements.write(file, HERE, {(FORWARD, f"{name} {i}"): entry()})
             os._exit(0)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    assert len(measurements.measured(file, HERE)) == 60
+    assert len(measurements.read(file, HERE)) == 60
 
 
 def test_a_writer_that_fails_leaves_the_file(file, monkeypatch):
@@ -93,19 +93,19 @@ BAD = {
     "half-written": (json.dumps(GOOD)[:-40], "Unterminated string"),
     "binary": (b"\xff\xfe\x00", "can't decode"),
     "nested": ("[" * 100_000, "recursion"),
-    "a list": ([], "it was measured on nothing; this is GPU A"),
-    "a list of machines": ([HERE], "has not written it so"),
-    "another file": ({"name": "x"}, "it was measured on name; this is GPU A"),
-    "another machine": ({HERE.replace("570.1", "571"): {}}, "measured on GPU A, driver 571, torch"),
-    "a list of results": ({HERE: [1]}, "has not written it so"),
-    "a kind alone": ({HERE: {FORWARD: entry()._asdict()}}, "has not written it so"),
-    "no entry": ({HERE: {f"{FORWARD}: a": {"choice": "x"}}}, "has not written it so"),
-    "a choice that is no name": (changed(choice=["x"]), "has not written it so"),
-    "a choice without a time": (changed(choice="x"), "has not written it so"),
-    "a time that is no number": (changed(us={"64 32 4 1": "fast"}), "has not written it so"),
-    "a time of zero": (changed(us={"64 32 4 1": 0}), "has not written it so"),
-    "an infinite time": (changed(us={"64 32 4 1": math.inf}), "has not written it so"),
-    "no reasons": (changed(dropped=None), "has not written it so"),
+    "a list": ([], "no attribute 'items'"),
+    "another file": ({"name": "x"}, "it holds nothing; this is GPU A"),
+    "an older format": ({"format": 2, "machines": []}, "it holds nothing; this is GPU A"),
+    "another machine": ({HERE.replace("570.1", "571"): {}}, "it holds GPU A, driver 571, torch"),
+    "a list of results": ({HERE: {f"{FORWARD}: a": [1]}}, "must be a mapping"),
+    "a kind alone": ({HERE: {FORWARD: entry()._asdict()}}, "not enough values to unpack"),
+    "no entry": ({HERE: {f"{FORWARD}: a": {"choice": "x"}}}, "missing 2 required"),
+    "a choice that is no name": (changed(choice=["x"]), "its results are broken"),
+    "a choice without a time": (changed(choice="x"), "its results are broken"),
+    "a time that is no number": (changed(us={"64 32 4 1": "fast"}), "'<' not supported"),
+    "a time of zero": (changed(us={"64 32 4 1": 0}), "its results are broken"),
+    "an infinite time": (changed(us={"64 32 4 1": math.inf}), "its results are broken"),
+    "no reasons": (changed(dropped=None), "its results are broken"),
 }
 
 

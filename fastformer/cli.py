@@ -124,7 +124,7 @@ def _common_calls(device: torch.device, only: re.Pattern[str]) -> tuning.Calls:
 
 # --------------------------------------------------------------------------------------------- info
 
-_PLAN = "fastformer.kernels.attention.plan"  # HOPPER is empty if Triton has no Gluon
+_GLUON = "fastformer.kernels.attention.gluon"  # KERNELS is empty if Triton has no Gluon
 
 
 def run_info(arguments: argparse.Namespace) -> int:
@@ -137,7 +137,7 @@ def run_info(arguments: argparse.Namespace) -> int:
     for name in ("fastformer", "python", "torch", "triton", "platform", "threads", "driver"):
         if facts[name] is not None or name == "triton":
             print(f"{name:11} {facts[name] or 'not installed'}")
-    if facts["triton"] is not None and not importlib.import_module(_PLAN).HOPPER:
+    if facts["triton"] is not None and not importlib.import_module(_GLUON).KERNELS:
         print(f"{'gluon':11} not in this Triton: fastformer tune leaves out the kernels for Hopper")
     for device in devices:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -254,11 +254,11 @@ def test_info_says_what_each_op_takes_and_why(capsys):
 
 def test_info_says_what_is_missing(capsys, monkeypatch):
     """Gluon in Triton, or all of Triton."""
-    plan = pytest.importorskip("fastformer.kernels.attention.plan")
-    for rows in ({"Gluon 128 128": None}, {}):
-        monkeypatch.setattr(plan, "HOPPER", rows)
+    gluon = pytest.importorskip("fastformer.kernels.attention.gluon")
+    for kernels in ({"forward": None}, {}):
+        monkeypatch.setattr(gluon, "KERNELS", kernels)
         assert main(["info"]) == 0
-        assert ("\ngluon       not in this Triton" in capsys.readouterr().out) != bool(rows)
+        assert ("\ngluon       not in this Triton" in capsys.readouterr().out) != bool(kernels)
     monkeypatch.setattr(backends, "_HAS_TRITON", False)
     with fastformer.use_backend("triton"):
         assert main(["info"]) == 0

@@ -242,26 +242,20 @@ def _hopper(dims: Iterable[int], kinds: Iterable[str], row: str = "Gluon 128 128
 
 _hopper((64, 128), ["plain", "plain, dropout", "causal", "causal, dropout", "key mask"])
 _hopper((64, 128), ["key mask, dropout", "window, bottom-right, lengths", "softcap, causal"])
-_hopper((64, 128), ["key bias", "packed, causal"])
+_hopper((64, 128), ["key bias"])
 _hopper((64,), ["2-D bias", "alibi, causal", "2-D mask, dropout"])
 _hopper((128,), ["2-D bias, dropout", "2-D mask"])
 _hopper((128,), _WITH_EVERY, "Gluon 128 64")
 _hopper((64, 128), ["block mask", "block mask, dropout"], "Gluon 128 64")
 _hopper((64, 128), _dropped([_BLOCKS]), "Gluon 128 64")
 _hopper((256,), ["plain", "causal, dropout", "key mask"], "Gluon 128 64")
-_hopper((128,), ["plain"], "Gluon 128 128, no turns")
 _hopper((128,), ["causal", "2-D mask, causal, lengths"], "Gluon 128 128, packed")
-_hopper((64,), ["causal"], "Gluon 192 128, packed")
-_hopper((64, 128), ["plain", "causal"], "Gluon 128 128, persistent")
 
 _BACKWARD = {"attention dkdv": "Gluon 64 128", "attention dq": "Gluon 128 128"}
 _SMALL = {"attention dkdv": "Gluon 32 128", "attention dq": "Gluon 128 64"}
 _OF_BOTH = _dropped(["plain", "causal", "key mask"], *_BOTH)
 _OF_BOTH += ["window, bottom-right, lengths, dropout"]
-for _d, _also in (
-    (64, ["alibi, causal, dropout", "softcap, causal, dropout"]),
-    (128, ["packed, causal, dropout"]),
-):
+for _d, _also in (64, ["alibi, causal, dropout", "softcap, causal, dropout"]), (128, []):
     for _kind in _OF_BOTH + _also:
         _variant(f"sm_90 attention bf16 D={_d} {_kind}", "Gluon backward", choices=_BACKWARD)
 for _d in (64, 128):
@@ -325,20 +319,14 @@ _variant(
     "64 64 4 3",
     choices={"attention forward": [64, 64, 4, 3]},
 )
-_short("sm_90", "Gluon 64 128", 64, [*_USUAL, "lengths, dropout"])
-_short("sm_90", "Gluon 64 128", 64, ["key mask, dropout"], 128)
 # The kernels in Gluon at the standard shapes: at S = 512 and B = 64 they read bounds of the mask.
 for _s in (128, 512):
-    _bounds = "bounds" if _s == 512 else "all tiles"
-    _base = f"sm_90 attention bf16 D=64 S={_s} key mask, dropout, Gluon 64 128"
-    _apart = {"attention short backward": "separate kernels", **_BACKWARD}
-    for _suffix, _row, _ways in (
-        ("persistent forward", "Gluon 128 128, persistent", CASES[_base]["choices"]),
-        ("separate", "Gluon 128 128", _apart),
-    ):
-        _ways = {**_ways, "attention forward": _row}
-        _ways |= {f"attention {way} bounds": _bounds for way in ("forward", "backward")}
-        _variant(_base, _suffix, choices=_ways)
+    _ways = {"attention forward": "Gluon 128 128", **_BACKWARD}
+    for _way in ("forward", "backward"):
+        _ways[f"attention {_way} bounds"] = "bounds" if _s == 512 else "all tiles"
+    _base = f"sm_90 attention bf16 D=64 S={_s} key mask, dropout, scratch"
+    _ways["attention short backward"] = "separate kernels"
+    CASES[_base.replace("scratch", "Gluon")] = {**CASES[_base], "choices": _ways}
 CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch, shared keys"] = {
     **CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch"],
     "groups": 2,

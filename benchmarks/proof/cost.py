@@ -115,7 +115,7 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
         attention = case["op"] in ("attention", "decode")
         outer = tile.get("columns") or case["d"]
         tiles = tile.get("row_tiles", 1)  # in a pass of the loop
-        if kernel == "hopper_short" or (kernel == "hopper_dkdv" and tile["columns"] == 64):
+        if kernel == "hopper_dkdv" and tile["columns"] == 64:
             tiles = 2
         elements = tile.get("rows", 1) * outer * tiles
         unit = TILE if attention and record["products"] else 128
@@ -273,15 +273,12 @@ def _loop_cells(found: list[Entry]) -> list[str]:
 
 
 # The rows of the second table: a name, the choice of kernels, and the kernel.
-SEPARATE, PERSISTENT = "Gluon 64 128, separate", "Gluon 64 128, persistent forward"
 STARTS = (
     ("forward", "scratch", "forward"),
     ("backward in one kernel", "scratch", "short_backward"),
-    ("forward in Gluon", SEPARATE, "hopper_forward"),
-    ("the same, persistent", PERSISTENT, "hopper_forward"),
-    ("dK and dV in Gluon", SEPARATE, "hopper_dkdv"),
-    ("dQ in Gluon", SEPARATE, "hopper_dq"),
-    ("backward in one kernel in Gluon, persistent", PERSISTENT, "hopper_short"),
+    ("forward in Gluon", "Gluon", "hopper_forward"),
+    ("dK and dV in Gluon", "Gluon", "hopper_dkdv"),
+    ("dQ in Gluon", "Gluon", "hopper_dq"),
 )
 STARTS_HEADER = "key mask, dropout, D = 64, sm_90; S = 128 / 512", "start", "end", "copies", "mask"
 

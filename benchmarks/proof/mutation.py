@@ -205,7 +205,9 @@ class Tests:
         found = {case for line in lines for case in self.executing[bug.file][line]}
         if not in_functions or not found:
             found = {*self.default}
-        folder = f"tests/{'ops' if bug.file.startswith('kernels/') else bug.file.split('/')[1]}/"
+        of_kernels = "gluon" if "/gluon/" in bug.file else "ops"
+        named = of_kernels if bug.file.startswith("kernels/") else bug.file.split("/")[1]
+        folder = f"tests/{named}/"
         folder = folder if (ROOT / folder).exists() else "tests/"
         near = {case for case in found if case.startswith(folder)}
         far = {case for case, x in self.default.items() if x["elsewhere"]} | found - near

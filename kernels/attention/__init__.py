@@ -7,12 +7,9 @@ and packed batches.
     forward.py          the forward kernel
     bounds.py           which tiles a mask leaves, read from the mask once
     decode.py           split-KV: the forward for few queries, which splits the keys
-    hopper.py           a forward for Hopper in Gluon, where exponentials run beside products
-    hopper_parts.py     its layouts, barriers and descriptors
-    hopper_work.py      the tiles that its programs walk, and their shared memory
-    hopper_rows.py      which calls it takes, and the rows that a measurement may choose
     backward.py         the kernels of delta, dK and dV, dQ, and the gradient of a bias
     short_backward.py   dQ, dK and dV in one kernel, for short sequences
+    gluon/              the forward, dQ, and dK and dV for Hopper, exponentials beside products
     tail.py             zeros in the rows past the last sequence of a packed batch
     plan.py             the plan of a call, which holds its launches, and the key of a plan
     launchers.py        the functions that launch a plan, registered as ops of torch

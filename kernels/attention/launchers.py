@@ -22,7 +22,7 @@ from ..launch import (
 )
 from ..registration import register
 from .configurations import splits_keys, widest_head
-from .hopper_rows import backward_obstacle, refused, without_rows
+from .gluon import why_not
 from .plan import (
     BackwardPlan,
     DecodePlan,
@@ -345,32 +345,20 @@ def describe(
     found += ["the mask is bounded"] * (plan.source is not None)
     found += ["only tiles that the mask shows are visited"] * (plan.has.lists > 0)
     inputs = query, key, value
-    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if differentiates:
-        found += _describe_backward(*inputs, attention)
+    backward = None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        tensors = *inputs, attention.bias, attention.sinks
+        needs = tuple(x is not None and x.requires_grad for x in tensors)
+        output = heads_like(query, query.shape[1], value.shape[3])
+        backward = BackwardPlan(output, None, output, needs, *inputs, attention)
+        found += _describe_short(backward)
     if isinstance(plan, ForwardPlan) and plan.arch == "sm_90":
-        if plan.obstacle is not None:
-            found.append(f"not the forward for Hopper: {plan.obstacle}")
-        found += [f"not {row}: {why}" for row, why in refused().items() if row in plan.for_hopper]
-        if differentiates:
-            like_output = heads_like(query, query.shape[1], value.shape[3])
-            why = backward_obstacle(plan, like_output, inputs, attention)
-            if why not in (None, plan.obstacle):
-                found.append(f"not the backward for Hopper: {why}")
-            elif why is None and (names := without_rows(plan, attention)):
-                why = "head dim and options take more registers or shared memory than there are"
-                found.append(f"not {' and '.join(names)} for Hopper: {why}")
+        found += why_not(plan.gluon, backward.gluon if backward else None)
     return ", ".join(found) or None
 
 
-def _describe_backward(
-    query: Tensor, key: Tensor, value: Tensor, attention: Attention
-) -> list[str]:
+def _describe_short(plan: BackwardPlan) -> list[str]:
     """Return whether a short call has a backward in one kernel, or why not."""
-    tensors = query, key, value, attention.bias, attention.sinks
-    needs = tuple(x is not None and x.requires_grad for x in tensors)
-    output = heads_like(query, query.shape[1], value.shape[3])
-    plan = BackwardPlan(output, None, output, needs, query, key, value, attention)
     if plan.short:
         return [f"the backward is one kernel, {plan.one_kernel}"]
     if not short_kernels(plan) or plan.arch == "interpreter":

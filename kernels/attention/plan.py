@@ -23,8 +23,6 @@ from ..common import LOG2E, dropout_arguments
 from ..launch import (
     MOST_PROGRAMS,
     Launch,
-    MappedLaunch,
-    TMALaunch,
     allow_tf32,
     architecture,
     constants,
@@ -33,7 +31,7 @@ from ..launch import (
     next_power_of_2,
     processors,
 )
-from ..tuned import GluonOption, TuningKey, choose, flags, named
+from ..tuned import TuningKey, choose, flags, named
 from .backward import (
     Over,
     backward_dbias_kernel,
@@ -55,22 +53,7 @@ from .configurations import (
 )
 from .decode import Split, merge_kernel, split_kernel
 from .forward import forward_kernel
-from .hopper_rows import (
-    SHORT_ROW,
-    SHORT_SLOTS,
-    How,
-    RingTile,
-    backward_obstacle,
-    backward_ways,
-    in_turn,
-    maps,
-    obstacle,
-    refused,
-    shares_descriptors,
-    short_refused,
-    term_bytes,
-    ways,
-)
+from .gluon import GluonRows, gluon_for, is_row, launch_of
 from .scores import (
     BackwardInputs,
     Band,
@@ -85,26 +68,13 @@ from .scores import (
 )
 from .short_backward import (
     SEPARATE,
-    Gradients,
     RowLayouts,
-    Saved,
     ShortLaunch,
     pays,
     short_kernels,
     short_obstacle,
 )
 from .tail import tail_launch
-
-try:  # Triton before 3.6 has no Gluon, and a later one may change it
-    from .hopper import hopper_forward_kernel
-    from .hopper_dkdv import hopper_dkdv_kernel
-    from .hopper_dq import hopper_dq_kernel
-    from .hopper_parts import map_of
-    from .hopper_rows import HOPPER, HOPPER_BACKWARD
-    from .hopper_short import hopper_short_kernel
-except Exception:
-    HOPPER, HOPPER_BACKWARD = {}, {}
-    hopper_forward_kernel = hopper_dkdv_kernel = hopper_dq_kernel = hopper_short_kernel = None
 
 # With a bias, Triton 3.6 serialises the products of dK and dV if unmasked tiles have a loop of
 # their own; newer versions serialise them if these have none.
@@ -210,14 +180,11 @@ class Plan:
 
     inputs: Callable[..., Any] = Inputs  # how the kernels group the first pointers
     source: Source | None = None  # what bounds are read from
-    overlaps = False  # whether the kernels for Hopper can compute the call
+    gluon = GluonRows()  # those that can compute the call
     own_bias_grad = False  # whether a bias needs its gradient that no sequences and heads share
-    term_bytes = 0  # of mask and bias of queries and keys, for a score, in a backward
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         self.launch: dict[str, Launch | BoundedLaunch] = {}
-        self.for_hopper: dict[str, How] = {}  # how `hopper_forward_kernel` computes it, by row
-        self.backward_for_hopper: dict[str, list[str]] = {}  # rows, by kernel
         batch, self.heads, q_rows, dim = query.shape
         self.groups, k_rows, width = key.shape[1], key.shape[2], value.shape[3]
         self.batch, self.q_length, self.k_length = batch, q_rows, k_rows
@@ -328,31 +295,17 @@ class Plan:
         """
         tiles, source = self.tiles(name), self.source
         launch: Any = Launch
-        # Descriptors that end at the last key within the bounds of a mask are made by a program.
-        mapped = shares_descriptors(self) and (source is None or name == "dkdv")
-        if name == "forward" and tiles in HOPPER:
-            how, tiles, kernel = self.for_hopper[tiles], HOPPER[tiles], hopper_forward_kernel
-            mapped |= how.persistent
-            own["how"] = constants(how._replace(mapped=mapped))
-            launch = TMALaunch
-        elif tiles in (known := HOPPER_BACKWARD.get(name, {})):
-            kernel = hopper_dq_kernel if name == "dq" else hopper_dkdv_kernel
-            tiles, launch = known[tiles], TMALaunch
-            has = has._replace(lists=self.has.lists)
-        widest = 256 if name == "forward" else 64 if self.arch == "sm_86" else 128
-        recompute_masked = self.tile.recompute_masked and self.head_block <= widest
-        tile: Any = self.tile._replace(
-            rows=tiles.BM, columns=tiles.BN, recompute_masked=recompute_masked
-        )
-        if name in HOPPER_BACKWARD and launch is TMALaunch:
-            bias_grad = name == "dq" and self.own_bias_grad
-            tile = RingTile._make((*tile, tiles.stages, self.term_bytes, bias_grad, mapped))
-        if launch is TMALaunch and mapped:
-            launch = self.mapped(name, tile)
-        elif launch is TMALaunch:
-            own |= {name: None for name in kernel.arg_names if name.endswith("_map")}
+        in_gluon = is_row(name, tiles)
+        if in_gluon:
+            kernel, tiles, launch, tile, given = launch_of(self, name, tiles)
+            own, has = own | given, has._replace(lists=self.has.lists)
+        else:
+            widest = 256 if name == "forward" else 64 if self.arch == "sm_86" else 128
+            recomputes = self.tile.recompute_masked and self.head_block <= widest
+            sides = dict(rows=tiles.BM, columns=tiles.BN)
+            tile = self.tile._replace(**sides, recompute_masked=recomputes)
         arguments, bounds = self.arguments, None
-        reads_row = launch is Launch and name in ("forward", "dkdv", "dq")
+        reads_row = not in_gluon and name in ("forward", "dkdv", "dq")
         if source is not None and source.in_kernel and reads_row:
             has = has._replace(bounds=3)
         elif source is not None:
@@ -360,12 +313,10 @@ class Plan:
             strides = arguments["strides"]._replace(**bounds.strides())
             arguments = arguments | dict(strides=strides)
             has = has._replace(bounds=1 if source.name == "mask" else 2)
-        if name == "dkdv" and launch is not Launch:
+        if name == "dkdv" and in_gluon:
             tiles = tiles._replace(BN=128)  # of a program
         programs = grid(tiles, has)
         has = has._replace(sections=len(programs) == 3)
-        if "how" in own:
-            own["order"], programs = in_turn(tiles, programs, processors(self.device))
         made = launch(
             kernel,
             programs,
@@ -376,15 +327,6 @@ class Plan:
         )
         self.launch[name] = made if bounds is None else bounds.then(made)
         return kernel
-
-    def mapped(self, name: str, tile: Any) -> Callable[..., Launch]:
-        """Return the launch of a kernel whose TMA descriptors the host makes."""
-        sides = tile.rows, tile.columns, tile.dim_block, tile.value_block
-        found = [
-            (place, functools.partial(map_of, rows=rows, width=width))
-            for place, rows, width in maps(name, *sides)
-        ]
-        return functools.partial(MappedLaunch, found)
 
     def strides(self, x: Tensor) -> RowStrides:
         """Return the strides of x [B, H, S, D]; the first one is 0 for a packed batch."""
@@ -406,12 +348,10 @@ class Plan:
             shipped = in_block(shipped, kernel, *how)
 
         def options() -> list[Any]:
-            forward = [row for row in self.for_hopper if row not in refused()]
-            backward = self.backward_for_hopper.get(kernel, [])
             found = rows(kernel, self.dtype, self.head_block)
             if self.has.lists:
                 found = list(dict.fromkeys(in_block(x, kernel, *how) for x in found))
-            return found + [GluonOption(row) for row in forward + backward]
+            return [*found, *self.gluon.options.get(kernel, [])]
 
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
 
@@ -425,7 +365,7 @@ class Plan:
         sizes |= {side: n for side, n in band.items() if n < UNBOUNDED}
         has = flags(self.has, *band, "separate_max")
         words = [named(self.dtype, self.tile.precision, **sizes), has]
-        return " ".join(words + ["TMA"] * self.overlaps)
+        return " ".join(words + ["TMA"] * (self.gluon.obstacle is None))
 
     def rows(self, tiles: Tiles, has: Features) -> tuple[int, ...]:
         """Return the grid if each program owns BM queries of a head."""
@@ -482,14 +422,7 @@ class ForwardPlan(Plan):
         self.outputs = _layouts(query, outputs)
         has = self.has._replace(sink=attention.sinks is not None)
         strides = self.strides(outputs[0])
-        self.obstacle = obstacle(self, query, key, value, attention)  # why not for Hopper
-        if not HOPPER:
-            self.obstacle = "this Triton has no Gluon"
-        elif self.obstacle is None:
-            self.for_hopper = ways(HOPPER, self, attention)
-            self.overlaps = bool(self.for_hopper)
-            if not self.overlaps:
-                self.obstacle = "these options together take more registers than there are"
+        self.gluon = gluon_for(self, ["forward"], (query, key, value), attention)
         self.choose_bounds("forward", attention)
         self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
         self.forward = self.launch["forward"]
@@ -610,17 +543,13 @@ class BackwardPlan(Plan):
         dq, dk, dv = (self.strides(x) for x in like)
         do = self.strides(grad_output)
         self.steps += (*do, *dq, *dk, *dv)
-        self.obstacle = backward_obstacle(self, grad_output, (query, key, value), attention)
-        self.overlaps = self.obstacle is None
-        self.term_bytes = term_bytes(self, attention)
         bias, scores = attention.bias, self.batch * self.heads * self.q_length * self.k_length
         unshared = bias is not None and bias.numel() == scores
         self.own_bias_grad = self.bias_grad == "tile" and unshared
         self.cut = any((self.has.left, self.has.right, self.has.lengths))
         self.key_rows = key.shape[2]
-        if self.overlaps:
-            for name, known in HOPPER_BACKWARD.items():
-                self.backward_for_hopper[name] = backward_ways(name, known, self, attention)
+        tensors = query, key, value, grad_output
+        self.gluon = gluon_for(self, ["dq", "dkdv"], tensors, attention)
         self.add_delta(grad_output, grad_lse, output)
         key_grad = self.bias_grad == "key"
         sink = attention.sinks is not None
@@ -631,15 +560,12 @@ class BackwardPlan(Plan):
             dbias = torch.empty(1, self.heads, self.key_rows, device="meta") if key_grad else None
             own_q, *own_k = (x if need else None for x, need in zip(like, self.needs))
             self.tail = tail_launch(attention.cu_seqlens_q, (own_q, delta), (*own_k, dbias))
-        self.short: ShortLaunch | Launch | None = None
+        self.short: ShortLaunch | None = None
         self.short_obstacle = short_obstacle(self, needs, self.bias_grad, (query, key, value))
         self.one_kernel = self.choose_short()
         if self.one_kernel != SEPARATE:
             layouts = RowLayouts(self.strides(output), do, dq, dk, dv)
-            if isinstance(self.one_kernel, GluonOption):
-                self.short = self.short_for_hopper(layouts, grad_lse is not None)
-            else:
-                self.short = ShortLaunch(self.one_kernel, self, layouts, grad_lse is not None)
+            self.short = ShortLaunch(self.one_kernel, self, layouts, grad_lse is not None)
         else:
             self.choose_bounds("backward", attention)
         self.cut |= self.source is not None or self.has.lists > 0
@@ -665,29 +591,9 @@ class BackwardPlan(Plan):
         if not kernels or self.short_obstacle or on():
             return SEPARATE
         shipped = kernels[0] if pays(self) else SEPARATE
-        if self.overlaps and HOPPER_BACKWARD and not short_refused(self):
-            kernels = [*kernels, GluonOption(SHORT_ROW)]
         key = TuningKey(SHORT_KEY, self.case, shipped, lambda: [*kernels, SEPARATE], SEPARATE)
         chosen = choose(self.device, key)
         return next((kernel for kernel in kernels if kernel == chosen), SEPARATE)
-
-    def short_for_hopper(self, layouts: RowLayouts, has_dlse: bool) -> Launch:
-        """Return the launch of the backward in one kernel in Gluon."""
-        pairs = self.batch * self.heads
-        sides = self.tile._replace(rows=64, columns=128, recompute_masked=False)
-        tile = RingTile._make((*sides, SHORT_SLOTS, 0, False, True))
-        own = dict(
-            layouts=layouts,
-            pairs=pairs,
-            tile=constants(tile),
-            has=constants(self.has),
-            PARTS=2 * triton.cdiv(self.q_length, 128),
-            HAS_DLSE=has_dlse,
-        )
-        groups = dict(inputs=BackwardInputs, saved=Saved, grads=Gradients, optional=OptionalInputs)
-        grid = (min(pairs, processors(self.device)),)
-        launch = self.mapped("short", tile)
-        return launch(hopper_short_kernel, grid, self.arguments | own, 4, 2, groups)
 
     def may_read(self, source: Source) -> bool:
         """Return whether the source is a mask: a bias that is learned hides nothing."""

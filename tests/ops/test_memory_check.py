@@ -339,7 +339,6 @@ ON_HOPPER = {
     "mask of keys": lambda: attend_on_hopper(mask=(torch.arange(72) != 63).expand(2, 1, 1, 72)),
     "bias": lambda: attend_on_hopper(bias=drawn(2, 2, 130, 72)),
     "bias of keys": lambda: attend_on_hopper(bias=drawn(2, 2, 1, 72)),
-    "packed": lambda: packed(1, 64, torch.float16),
 }
 
 

@@ -249,7 +249,6 @@ TAKE = {
     "one tile": "(mask|causal|lengths|2-D|bias, )",  # of keys, by `scratch`
     plan.SEPARATE: "",
     "Hopper": "",
-    "short for Hopper": "(mask|causal|lengths)",
 }
 
 
@@ -264,7 +263,7 @@ def test_queries_past_the_end_have_no_weights(device, against_oracle, kernel, ca
     options = dict(PAST[call])
     if "block mask" in call:
         options["attn_mask"] = ff.block_mask(options["attn_mask"])
-    hopper, keys = "Hopper" in kernel, 64 if "block mask" in call else 128
+    hopper, keys = kernel == "Hopper", 64 if "block mask" in call else 128
     if hopper:
         hopper_calls = pytest.importorskip("hopper_calls")
     x = qkv("cpu", 20, 40, d=64 if hopper else 16, dtype=torch.half if hopper else torch.float32)
@@ -274,10 +273,8 @@ def test_queries_past_the_end_have_no_weights(device, against_oracle, kernel, ca
         x["bias"] = options.pop("bias").to(x["query"].dtype)
     function = (attend, attend_and_lse)[list(PAST).index(call) % 2]
     with contextlib.ExitStack() as stack:
-        if kernel == "Hopper":
+        if hopper:
             launched = stack.enter_context(hopper_calls.simulated_backward(keys=keys))
-        elif hopper:
-            launched = stack.enter_context(hopper_calls.simulated_short())
         else:
             stack.enter_context(use_backend("triton"))
             launched = stack.enter_context(by("scratch" if kernel == "one tile" else kernel))

@@ -249,16 +249,10 @@ def by_gluon(row: str = "Gluon 128 128", rows: Any = (), **given: Any) -> Tensor
     return output
 
 
-case(SDPA, "attention, Gluon, persistent", qkv(2, 4, 140, 64, g=2, sk=130), ("dense", "swapped"),
-     call=by_gluon, row="Gluon 128 128, persistent", enable_gqa=True, is_causal=True,
-     sampled=True)  # fmt: skip
 case(SDPA, "attention, Gluon, forward and backward", qkv(2, 4, 71, 64, g=2, sk=130),
      ("dense", "swapped"), call=by_gluon, rows=dict(dq="Gluon 128 128", dkdv="Gluon 64 128"),
      enable_gqa=True, is_causal=True, sampled=True, **DROPOUT)  # fmt: skip
 HOPPER_MASK = {"attn_mask": lambda: torch.rand(2, 1, 1, 130) > 0.2}
-case(SDPA, "attention, Gluon, backward in one kernel", qkv(2, 2, 71, 64, sk=130, **HOPPER_MASK),
-     ("dense", "swapped"), call=by_gluon, rows={"short backward": "Gluon 64 128"},
-     **DROPOUT)  # fmt: skip
 case(SDPA, "attention, Gluon", qkv(2, 4, 71, 64, g=2, sk=130), ("dense", "swapped"),
      call=by_gluon, enable_gqa=True, is_causal=True, causal_alignment="bottom_right",
      sampled=True)  # fmt: skip

@@ -104,7 +104,7 @@ CHANGES = {
         lambda case: case["op"] in ("feed_forward", "geglu", "swiglu", "gated_activation"),
     ),
     "a layout of the kernels in Gluon": (
-        "kernels/attention/hopper_parts.py", "[16, columns, 16])", "[16, columns, 32])",
+        "kernels/attention/gluon/parts.py", "[16, columns, 16])", "[16, columns, 32])",
         lambda case: any("Gluon" in row for row in case.get("choices", {}).values()),
     ),
     "a tile": (

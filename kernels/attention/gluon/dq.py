@@ -1,4 +1,4 @@
-"""dQ of attention on Hopper in Gluon: see hopper_backward.py."""
+"""dQ of attention on Hopper in Gluon: see backward.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .bounds import load_bounds
-from .hopper_backward import (
+from ..bounds import load_bounds
+from ..lists import COLUMNS, load_lists
+from ..scores import (
+    keys_of_rows,
+    locate_head,
+    locate_keys,
+    locate_rows,
+    locate_sequence,
+    prepare_call,
+    unmasked_tiles,
+)
+from .backward import (
     Barriers,
     Buffers,
     Span,
@@ -41,7 +51,7 @@ from .hopper_backward import (
     within_bounds,
     work_of,
 )
-from .hopper_parts import (
+from .parts import (
     accumulator,
     at_row,
     barriers,
@@ -56,16 +66,6 @@ from .hopper_parts import (
     store_bits,
     tiles_of,
     up_to_last_seen,
-)
-from .lists import COLUMNS, load_lists
-from .scores import (
-    keys_of_rows,
-    locate_head,
-    locate_keys,
-    locate_rows,
-    locate_sequence,
-    prepare_call,
-    unmasked_tiles,
 )
 
 
@@ -298,13 +298,11 @@ def _dq_tensors(inputs, DQ, place, all_strides, head, tile: gl.constexpr, has: g
     b, h, g = place
     dq_strides, do_strides, strides = all_strides
     sequence = head.sequence
-    first, queries = sequence.first_query, sequence.queries
+    queries = sequence.queries
     exists = gl.maximum(sequence.length, 1)  # a descriptor has at least one row
     q_base = inputs.query + b * strides.query_batch + h * strides.query_head
-    q_base += first * strides.query_row
     do_base = inputs.grad_output + b * do_strides.batch + h * do_strides.head
-    do_base += first * do_strides.row
-    dq_base = DQ + b * dq_strides.batch + h * dq_strides.head + first * dq_strides.row
+    dq_base = DQ + b * dq_strides.batch + h * dq_strides.head
     k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
     dq = rows_of(dq_base, queries, dq_strides.row, HALF, tile.dim, BD)
     mask = dq
@@ -394,9 +392,6 @@ def hopper_dq_kernel(
     """
     batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
-    if has.packed:
-        if i0 >= sequence.queries:
-            return
     call = prepare_call(optional, strides, sizes, band, factors, has)
     all_strides = dq_strides, do_strides, strides
     bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)

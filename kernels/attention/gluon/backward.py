@@ -1,5 +1,5 @@
 """Shared parts of the attention backward for Hopper GPUs (sm_90), in Gluon, with kernels similar to
-the forward in hopper.py. `fastformer tune` measures them for the calls that they support.
+the forward in forward.py. `fastformer tune` measures them for the calls that they support.
 
     dQ           A program owns 128 queries, and each of its two groups of four warps owns 64 of
                  these. One warp copies keys and values by TMA into a ring of slots. A group issues
@@ -33,9 +33,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..common import LOG2E, dropout_words
-from .bounds import has_list, visited_tiles
-from .hopper_parts import (
+from ...common import LOG2E, dropout_words
+from ..bounds import has_list, visited_tiles
+from ..lists import COLUMNS
+from ..scores import Features, first_row, locate_head
+from .parts import (
     accumulator,
     copy_in,
     copy_out,
@@ -46,8 +48,6 @@ from .hopper_parts import (
     spans_of_lists,
     tile_of_lists,
 )
-from .lists import COLUMNS
-from .scores import Features, first_row, locate_head
 
 
 class Span(NamedTuple):
@@ -179,13 +179,7 @@ def read_by(PART, has):
 
 @gluon.jit
 def listed_span(
-    span,
-    lists,
-    call,
-    own,
-    tile: gl.constexpr,
-    has: gl.constexpr,
-    OWNS_KEYS: gl.constexpr,
+    span, lists, call, own, tile: gl.constexpr, has: gl.constexpr, OWNS_KEYS: gl.constexpr
 ):
     """Return the `Span` of a block mask, given that without one."""
     width: gl.constexpr = tile.rows if OWNS_KEYS else tile.columns

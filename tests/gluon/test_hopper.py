@@ -4,7 +4,6 @@ simulator is there to find is found.
 
 import contextlib
 import functools
-import math
 import weakref
 from types import SimpleNamespace
 
@@ -15,8 +14,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 import hopper_calls
 from fastformer.kernels import common, tuned
-from fastformer.kernels.attention import launchers, plan
-from fastformer.kernels.attention.hopper_rows import HOPPER, in_turn, refused
+from fastformer.kernels.attention import gluon, launchers, plan
+from fastformer.kernels.attention.gluon.rows import ROWS, ring_tile
 from fastformer.kernels.launch import MappedLaunch
 from hopper_calls import (
     DROPOUT,
@@ -37,7 +36,7 @@ from fastformer import current_backend, use_backend
 from fastformer.description import Attention
 from fastformer.ops import functional
 
-if plan.HOPPER == {} or not common.INTERPRETED:
+if not gluon.KERNELS or not common.INTERPRETED:
     pytest.skip("needs Gluon, and Triton's interpreter", allow_module_level=True)
 
 
@@ -227,74 +226,16 @@ def test_forward(against_oracle, call, dtype):
 
 
 @pytest.mark.parametrize("call", ["one tile", "causal", "2-D mask with a run, bounds"])
-@pytest.mark.parametrize("row", list(HOPPER))
+@pytest.mark.parametrize("row", list(ROWS["forward"]))
 def test_rows(against_oracle, row, call):
-    if call.startswith("2-D") and "192" in row:
-        call = "lengths, causal"  # it takes no mask
-    if call.startswith("2-D") and "persistent" in row:
-        call = "mask, dropout, bounds"
     (sizes, options), bounds = CALLS[call], "bounds" in call
     x = qkv(**sizes, dtype=torch.float16)
     with use_backend("triton"):
         against_oracle(
-            lambda **given: attend(HOPPER[row]._asdict(), bounds, **given, **options),
+            lambda **given: attend(ROWS["forward"][row]._asdict(), bounds, **given, **options),
             x,
             gradients=False,
         )
-
-
-@pytest.mark.parametrize("call", ["heads", "sections", "window", "sinks"])
-def test_a_persistent_row_gives_the_bits_of_the_others(call):
-    """The programs, of which the interpreter has four, compute two blocks or more."""
-    options, cache = dict(is_causal=call == "sections"), 50 * 2**20
-    x = qkv(sq=300, sk=200, h=4, g=2, dv=32, dtype=torch.float16)
-    if call == "sections":
-        cache = x["key"][0, 0].nbytes * 2
-    elif call == "heads":  # of one tensor [B, S, H, D]
-        x = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in x.items()}
-    elif call == "window":
-        options |= WINDOW | DROPOUT | dict(softcap=5.0)
-    else:
-        options |= dict(sinks=torch.arange(4.0), alibi_slopes=torch.arange(4.0) / 9)
-    with replaced(plan, l2_cache=lambda device: cache):
-        found = []
-        for persistent in (False, True):
-            with simulated(persistent=persistent) as launched:
-                found += functional.scaled_dot_product_attention(
-                    **x, **options, enable_gqa=True, return_lse=True
-                )
-            order = launched[0]["order"]
-            assert persistent == (math.prod(order) == 24) and (order.z > 1) == (
-                persistent and call == "sections"
-            )
-    output, lse, *others = found
-    assert all(map(torch.equal, (output, lse), others))
-
-
-@pytest.mark.parametrize("kind", ["plain", "window", "bias"])
-def test_packed_batches(against_oracle, kind):
-    """One sequence has no queries, one no keys, and one begins in the middle of a tile."""
-    lengths = torch.tensor([[70, 0, 130, 20], [300, 40, 150, 0]])
-    offsets = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int()
-    shapes = ((220, 2, 64), (490, 1, 64), (490, 1, 32))
-    x = {n: torch.randn(*shape) for n, shape in zip(("query", "key", "value"), shapes)}
-    if kind == "bias":
-        x["bias"] = torch.randn(490)
-    x = {name: t.half() for name, t in x.items()}
-    options = dict(**WINDOW, **DROPOUT) if kind == "window" else {}
-
-    def attend_packed(**given):
-        in_simulator = current_backend() == "triton"
-        with simulated() if in_simulator else contextlib.nullcontext() as launched:
-            output = functional.packed_attention(
-                **given, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_q=130, max_k=300,
-                **options,
-            )  # fmt: skip
-        assert not in_simulator or len(launched) == 1
-        return output
-
-    with use_backend("triton"):
-        against_oracle(attend_packed, x)
 
 
 @pytest.mark.parametrize("options", [dict(is_causal=True), DROPOUT], ids=["causal", "dropout"])
@@ -350,13 +291,13 @@ def test_which_calls_a_measurement_may_choose_it_for():
         given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1) | options
         with replaced(plan, architecture=lambda device: arch), tuned.forced({}) as asked:
             made = plan.ForwardPlan(x, x, x, Attention(**given))
-        assert made.launch["forward"]._kernel is not plan.hopper_forward_kernel
+        assert made.launch["forward"]._kernel is not gluon.KERNELS["forward"]
         (key,) = (key for key in asked if key.kernel == "attention forward")
-        assert key.case.endswith("TMA") or not made.overlaps
-        assert (ROW in key.options()) == made.overlaps
+        assert key.case.endswith("TMA") == (made.gluon.obstacle is None)
+        assert (ROW in key.options()) == (made.gluon.obstacle is None)
         mine = [option for option in key.options() if isinstance(option, tuned.GluonOption)]
         assert ROW not in key.options() or ROW in mine
-        return made.obstacle
+        return made.gluon.obstacle
 
     keys, full = torch.ones(3, 1, 1, 8) > 0, torch.ones(3, 1, 8, 16, dtype=torch.bool)[..., :8]
     for allowed in (
@@ -402,47 +343,23 @@ def test_explain_says_why_a_call_does_not_take_it():
     ):
         call = Attention(**given | dict(scale=scale))
         here = dict(architecture=lambda device, arch=arch: arch)
-        with replaced(plan, **here), replaced(launchers, refused=dict):
+        with replaced(plan, **here):
             assert launchers.describe(x, call, x, x) == words
-
-
-def test_a_row_that_this_triton_compiles_badly_is_no_candidate():
-    """`explain` says why, where a call could take it. A gate may force it."""
-    row, why = "Gluon 192 128, packed", "its loops access local memory"
-    assert why in refused("3.9.2")[row] and not refused("3.10.0") and not refused("3.7.1")
-    given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1)
-    known = dict(refused=lambda: {row: why})
-    for d, has in ((64, True), (128, False)):
-        x = torch.empty(2, 2, 64, d).half()
-        here = dict(architecture=lambda device: "sm_90", **known)
-        with replaced(plan, **here), replaced(launchers, **known), tuned.forced({}) as asked:
-            made = plan.ForwardPlan(x, x, x, Attention(**given))
-            words = launchers.describe(x, Attention(**given), x, x)
-            options = next(k for k in asked if k.kernel == "attention forward").options()
-        assert row not in options and "Gluon 128 64" in options
-        assert (row in made.for_hopper) == has
-        assert words == (f"not {row}: {why}" if has else None)
 
 
 def test_which_rows_a_call_may_take():
     """Those that need no local memory in a loop, and fit into shared memory."""
 
-    def rows(d=64, heads=2, **options):
-        x = torch.empty(2, heads, 64, d).half().expand(2, 2, 64, d)
+    def rows(d=64, **options):
+        x = torch.empty(2, 2, 64, d).half()
         given = dict(attn_mask=None, dropout_p=0.0, is_causal=True, scale=0.1) | options
         with replaced(plan, architecture=lambda device: "sm_90"):
-            return {
-                r.removeprefix("Gluon ")
-                for r in plan.ForwardPlan(x, x, x, Attention(**given)).for_hopper
-            }
+            found = plan.ForwardPlan(x, x, x, Attention(**given)).gluon.options
+        return {row.removeprefix("Gluon ") for row in found.get("forward", [])}
 
     mask = torch.ones(2, 1, 64, 64) > 0
-    unpacked = {"128 128", "128 64", "128 128, no turns", "128 128, persistent"}
-    several = {"128 128, packed", "192 128, packed"}
-    assert rows() == unpacked | several
-    lengths = torch.ones(2, dtype=torch.int32)
-    assert rows(heads=1) == rows(key_lengths=lengths) == rows() - {"128 128, persistent"}
-    assert rows(window=(9, 9)) == unpacked | {"128 128, packed"} == rows(128)
+    unpacked = {"128 128", "128 64"}
+    assert rows() == rows(window=(9, 9)) == rows(128) == unpacked | {"128 128, packed"}
     assert rows(dropout_p=0.1) == unpacked == rows(128, dropout_p=0.1)
     assert rows(128, attn_mask=mask) == {"128 64", "128 128, packed"}
     assert rows(128, bias=torch.ones(64).half(), dropout_p=0.1) == {"128 64"}
@@ -451,18 +368,15 @@ def test_which_rows_a_call_may_take():
 
 
 @pytest.mark.parametrize("call", ["plain", "mask", "lengths", "mask, dropout, bounds", "2-D mask"])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_who_makes_the_descriptors(call, persistent):
+def test_who_makes_the_descriptors(call):
     """The host, if they serve all heads and do not end at the last key within bounds."""
     (sizes, options), bounds = CALLS[call], "bounds" in call
-    if persistent and call in ("lengths", "2-D mask"):
-        pytest.skip("no persistent row computes it")
     x = qkv(**sizes, dtype=torch.float16)
-    with simulated(bounds=bounds, persistent=persistent) as launched:
+    with simulated(bounds=bounds) as launched:
         functional.scaled_dot_product_attention(**x, **options, enable_gqa=True)
     names = [name for name in launched[0] if name.endswith("_map")]
     made = [launched[0][name] for name in names]
-    if not (persistent or call in ("plain", "mask")):
+    if call not in ("plain", "mask"):
         assert made == [None] * 4
         return
     assert names == ["query_map", "key_map", "value_map", "output_map"]
@@ -472,7 +386,7 @@ def test_who_makes_the_descriptors(call, persistent):
 
 def test_a_launch_with_descriptors_keeps_no_tensor():
     """It would be that of the first call."""
-    maps = [((0, None), functools.partial(plan.map_of, rows=64, width=64))]
+    maps = [((0, None), functools.partial(gluon.map_of, rows=64, width=64))]
     launch = MappedLaunch(maps, SimpleNamespace(arg_names=["X", "x_map"]), (0,), {}, 4)
     x = torch.zeros(1, 1, 64, 64).half()
     alive = weakref.ref(x)
@@ -480,15 +394,6 @@ def test_a_launch_with_descriptors_keeps_no_tensor():
     assert len(launch._made) == 1
     del x
     assert alive() is None
-
-
-def test_how_many_programs_a_persistent_row_has():
-    """One for each multiprocessor, but no more than give each program two blocks."""
-    row = HOPPER["Gluon 128 128, persistent"]
-    for grid, programs in (((1,), 1), ((3, 5), 8), ((4, 4), 8), ((99, 9), 132)):
-        order, found = in_turn(row, grid, 132)
-        assert math.prod(order) == math.prod(grid) and found == (programs,)
-    assert in_turn(HOPPER["Gluon 128 128"], (3, 5), 132)[1] == (3, 5)
 
 
 def test_how_much_shared_memory_a_row_takes():
@@ -506,7 +411,8 @@ def test_how_much_shared_memory_a_row_takes():
         query, value = (torch.empty(1, 2, 64, d).half() for d in (width, values))
         with replaced(plan, architecture=lambda device: "sm_90"):
             made = plan.ForwardPlan(query, query, value, Attention(attn_mask, **given))
-        assert made.for_hopper["Gluon 128 128, packed"].term_slots == slots
+        row = ROWS["forward"]["Gluon 128 128, packed"]
+        assert ring_tile("forward", row, made, made.gluon.terms, False).term_slots == slots
 
 
 @pytest.mark.parametrize("by", ["length", "mask"])
@@ -533,58 +439,41 @@ def test_nothing_is_set_to_zero_behind_the_last_key(by):
         assert (a.double() - b).abs().max() < bound
 
 
-# A packed batch of three sequences, whose keys have a bias that hides some.
-PACKED_BIAS = HIDING[0, 0, 0, :135].clone()
-PACKED = dict(
-    cu_seqlens_q=torch.tensor([0, 70, 70, 100]).int(),
-    cu_seqlens_k=torch.tensor([0, 90, 95, 135]).int(),
-    max_q=70,
-    max_k=90,
-    bias=PACKED_BIAS,
-)
 # Calls that use all of the kernel, and how they are computed: of six tiles; of seven with edges;
 # with a mask, also of wide rows, and of one key alone; with one sequence without keys; with edges
-# on both sides; with masks of which only the edges are read; with a bias; with a block mask of each
-# head; of a packed batch; with three consumers; and with programs of two or three blocks.
+# on both sides; with masks of which only the edges are read; with a bias; and with a block mask of
+# each head.
 SHOWN = {
-    "plain": (dict(sk=330), {}, {}),
-    "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True), {}),
-    "mask": (dict(), dict(attn_mask=MASK), {}),
-    "mask, wide values": (dict(sq=70, d=32, dv=128), dict(attn_mask=MASK), {}),
-    "mask of one key": (dict(sq=70, sk=128, b=1), dict(attn_mask=ONE_HIDDEN), {}),
-    "lengths": (dict(), dict(key_lengths=LENGTHS), {}),
-    "window": (dict(sq=140, sk=450, b=1), WINDOW, {}),
-    "spans": (dict(sq=140, sk=464, b=1), dict(attn_mask=SPANS), dict(bounds=True)),
-    "holes": (dict(sk=448), dict(attn_mask=HOLES), dict(bounds=True)),
-    "bias": (dict(sk=208), dict(bias=numbers(130, 208)), {}),
+    "plain": (dict(sk=330), {}),
+    "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True)),
+    "mask": (dict(), dict(attn_mask=MASK)),
+    "mask, wide values": (dict(sq=70, d=32, dv=128), dict(attn_mask=MASK)),
+    "mask of one key": (dict(sq=70, sk=128, b=1), dict(attn_mask=ONE_HIDDEN)),
+    "lengths": (dict(), dict(key_lengths=LENGTHS)),
+    "window": (dict(sq=140, sk=450, b=1), WINDOW),
+    "spans": (dict(sq=140, sk=464, b=1), dict(attn_mask=SPANS)),
+    "holes": (dict(sk=448), dict(attn_mask=HOLES)),
+    "bias": (dict(sk=208), dict(bias=numbers(130, 208))),
     "blocks": (
         dict(sq=300, sk=512, b=1, h=4, g=2),
         dict(attn_mask=ff.block_mask(blocks(300, 512).view(1, 4, 300, 512))),
-        {},
     ),
     "blocks, window": (
         dict(sq=300, sk=500, b=1),
         dict(attn_mask=BLOCKS[1], window=(190, 130), key_lengths=torch.tensor([460])),
-        {},
     ),
-    "packed": (dict(sq=100, sk=135, b=1), PACKED, {}),
-    "three": (dict(sq=190, sk=330, b=1), {}, dict(BM=192, packed=True)),
-    "persistent": (dict(sq=70, sk=300, h=5), {}, dict(persistent=True)),
-    "persistent, mask": (dict(sq=70, h=5), dict(attn_mask=MASK), dict(persistent=True)),
 }
+BOUNDED = "spans", "holes"
 
 
 def output_and_lse(x, options):
-    if "max_q" in options:
-        x = {name: t[0].transpose(0, 1) for name, t in x.items()}
-        return functional.packed_attention(**x, **options, return_lse=True)
     return functional.scaled_dot_product_attention(**x, **options, enable_gqa=True, return_lse=True)
 
 
 @functools.cache
 def shown(call):
     """A call, with NaN in what no query may see, and its output and lse in float64."""
-    sizes, options, _ = SHOWN[call]
+    sizes, options = SHOWN[call]
     x = qkv(**sizes, dtype=torch.float16)
     with use_backend("reference"):
         want = output_and_lse({name: t.double() for name, t in x.items()}, options)
@@ -592,8 +481,6 @@ def shown(call):
         "mask": ~MASK[:, 0, 0],
         "mask, wide values": ~MASK[:, 0, 0],
         "mask of one key": ~ONE_HIDDEN[:, 0, 0],
-        "packed": PACKED_BIAS.isneginf()[None],
-        "persistent, mask": ~MASK[:, 0, 0],
         "holes": ~HOLES[:, 0, 0],
         "lengths": torch.arange(200) >= LENGTHS[:, None],
     }.get(call)
@@ -615,7 +502,7 @@ def what_is_found(call, **how):
     """What the simulator says of a call, or how wrong its result is; nothing where it is right."""
     x, options, want = shown(call)
     try:
-        with torch.no_grad(), simulated(**SHOWN[call][2], **how):
+        with torch.no_grad(), simulated(bounds=call in BOUNDED, **how):
             have = output_and_lse(x, options)
     except Fault as fault:
         return str(fault)

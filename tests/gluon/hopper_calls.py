@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import triton.language as tl
 from fastformer.kernels import interpreter, tuned
-from fastformer.kernels.attention import plan
-from fastformer.kernels.attention.configurations import Tiles
-from fastformer.kernels.attention.hopper_rows import Row
+from fastformer.kernels.attention import gluon, plan
+from fastformer.kernels.attention.gluon.rows import ROWS, Row
 from fastformer.kernels.launch import Launch
 from torch import Tensor
 
@@ -74,7 +73,7 @@ def kernel(name: str) -> gluon_simulator.Kernel:
     # The simulator has no 16-bit registers that two values could share.
     packing = dict(pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, layout: p)
     others = interpreter.replaced | packing
-    return gluon_simulator.Kernel(getattr(plan, name), others)
+    return gluon_simulator.Kernel(gluon.KERNELS[name], others)
 
 
 @contextlib.contextmanager
@@ -84,7 +83,7 @@ def simulated(seed: int = 0, bounds: bool = False, **row: Any) -> Iterator[list[
     simulator. Yield the list of what it is launched with. All other kernels run in Triton's
     interpreter.
     """
-    rows = dict(HOPPER={ROW: Row(128, 64, 4, 2)._replace(**row)})
+    rows = dict(forward={ROW: Row(128, 64)._replace(**row)})
     ways = {"attention forward": ROW}
     ways["attention forward bounds"] = "bounds" if bounds else "all tiles"
     with chosen(ways, rows, seed) as launched:
@@ -104,18 +103,11 @@ def simulated_backward(
     """The same for the kernels of the backward: tiles of `rows` queries and `keys` keys for dK and
     dV, and of `columns` keys for dQ.
     """
-    tiles = dict(dq=Tiles(128, columns, 4, slots), dkdv=Tiles(rows, keys, 4, slots))
-    known = dict(HOPPER_BACKWARD={n: {ROW: tiles[n]} for n in kernels})
+    tiles = dict(dq=Row(128, columns, 4, slots), dkdv=Row(rows, keys, 4, slots))
+    known = {n: {ROW: tiles[n]} if n in kernels else {} for n in tiles}
     ways = {f"attention {n}": ROW for n in kernels}
     ways["attention backward bounds"] = "bounds" if bounds else "all tiles"
     with chosen(ways, known, seed) as launched:
-        yield launched
-
-
-@contextlib.contextmanager
-def simulated_short(seed: int = 0) -> Iterator[list[Any]]:
-    """The same for the backward of short sequences in one kernel."""
-    with chosen({plan.SHORT_KEY: plan.SHORT_ROW}, {}, seed) as launched:
         yield launched
 
 
@@ -147,18 +139,16 @@ def chosen(ways: dict[str, str], rows: dict[str, Any], seed: int) -> Iterator[li
         ]
         arguments = dict(zip(names, (*given, *launch._arguments), strict=True))
         launched.append(arguments)
-        kernel(name).run(arguments, launch._grid, seed)
+        kernel(name.split("_")[1]).run(arguments, launch._grid, seed)
         for name, x in zip(names, pointers):
             if name in OUTPUTS and x.numel():
                 memory(x).copy_(torch.from_numpy(arguments[name].array))
-            if name == "grads":
-                for y, written in zip(x, arguments[name]):
-                    memory(y).copy_(torch.from_numpy(written.array))
 
     with (
         use_backend("triton"),
         tuned.forced({plan.SHORT_KEY: plan.SEPARATE} | ways),
-        replaced(plan, architecture=lambda device: "sm_90", **rows),
+        replaced(plan, architecture=lambda device: "sm_90"),
+        replaced(gluon.rows, ROWS=ROWS | rows),
         replaced(Launch, through_triton=run),
     ):
         yield launched

@@ -10,12 +10,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..common import LOG2E
-from ..launch import triton_dtype
-from .lists import COLUMNS as MASK_COLUMNS
-from .lists import ROWS as MASK_ROWS
-from .lists import WHOLE, WORDS, listed_spans, listed_tile, slot_of_entry
-from .scores import Sequence
+from ...common import LOG2E
+from ...launch import triton_dtype
+from ..lists import COLUMNS as MASK_COLUMNS
+from ..lists import ROWS as MASK_ROWS
+from ..lists import WHOLE, WORDS, listed_spans, listed_tile, slot_of_entry
+from ..scores import Sequence
 
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9, 3.6
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -184,13 +184,7 @@ def lanes():
 
 @gluon.jit
 def spans_of_lists(
-    tiles,
-    lists,
-    call,
-    own,
-    tile: gl.constexpr,
-    has: gl.constexpr,
-    OWNS_KEYS: gl.constexpr,
+    tiles, lists, call, own, tile: gl.constexpr, has: gl.constexpr, OWNS_KEYS: gl.constexpr
 ):
     """Return (lists, parts, run, whole) of the program that owns the queries or keys from `own` on:
     the number of tiles that are partly seen, or that the band or the length cut; where the run

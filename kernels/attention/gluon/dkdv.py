@@ -1,4 +1,4 @@
-"""dK and dV of attention on Hopper in Gluon: see hopper_backward.py."""
+"""dK and dV of attention on Hopper in Gluon: see backward.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .bounds import load_bounds_of_keys
-from .hopper_backward import (
+from ..bounds import load_bounds_of_keys
+from ..lists import ROWS as MASK_ROWS
+from ..lists import load_lists
+from ..scores import (
+    Features,
+    clamp,
+    first_key,
+    locate_block,
+    locate_head,
+    locate_keys,
+    locate_sequence,
+    prepare_call,
+)
+from .backward import (
     Barriers,
     Buffers,
     Span,
@@ -42,7 +54,7 @@ from .hopper_backward import (
     within_bounds,
     work_of,
 )
-from .hopper_parts import (
+from .parts import (
     accumulator,
     at_row,
     barriers,
@@ -55,18 +67,6 @@ from .hopper_parts import (
     rows_of,
     store_bits,
     tiles_of,
-)
-from .lists import ROWS as MASK_ROWS
-from .lists import load_lists
-from .scores import (
-    Features,
-    clamp,
-    first_key,
-    locate_block,
-    locate_head,
-    locate_keys,
-    locate_sequence,
-    prepare_call,
 )
 
 HALF = gl.constexpr(64)  # keys of a consumer
@@ -229,7 +229,7 @@ def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def with_signs(p, head, i0, n0, BM: gl.constexpr, S: gl.constexpr, has: gl.constexpr):
+def _with_signs(p, head, i0, n0, BM: gl.constexpr, S: gl.constexpr, has: gl.constexpr):
     """Return P with a negative sign where dropout removes it, so that the mask takes no registers,
     and P after dropout.
     """
@@ -291,7 +291,7 @@ def _dkdv_consumer(
                 p = probabilities(s, Statistics(peak, offset, offset), call, has)
                 z = p
                 if has.dropout:
-                    p, z = with_signs(p, head, i0, n0, BM, S, has)
+                    p, z = _with_signs(p, head, i0, n0, BM, S, has)
                 z = gl.convert_layout(z.to(dtype), gl.DotOperandLayout(0, V, 2))
                 dv = warpgroup_mma(z, do, dv, is_async=True)
                 if has.softcap and not has.key_grad:
@@ -343,14 +343,12 @@ def _store_bias_gradient(dbias, bound, j, member, work, DBIAS, has: gl.constexpr
     """Store the sums of dS [BN / 2] of the keys j and one head; zero for hidden keys, where a sum
     may be NaN.
     """
-    sizes, keys = work.call.sizes, work.call.sizes.keys
-    if has.packed:
-        keys = work.sequence.length
+    sizes = work.call.sizes
     h = work.head + member
     batch_head = work.batch * sizes.heads + h
     seen = (j < work.sequence.length) & (bound != float("-inf"))
     place = DBIAS + first_key(batch_head, h, work.sequence, sizes, has)
-    gl.store(place + j, gl.where(seen, dbias, 0.0), mask=j < keys)
+    gl.store(place + j, gl.where(seen, dbias, 0.0), mask=j < sizes.keys)
 
 
 @gluon.jit
@@ -420,19 +418,13 @@ def _dkdv_tensors(
     DK, DV = outputs
     dk_strides, dv_strides, do_strides, strides = all_strides
     sequence = head.sequence
-    first_query, first_key = sequence.first_query, sequence.first_key
     q_base = inputs.query + b * strides.query_batch + h * strides.query_head
-    q_base += first_query * strides.query_row
     do_base = inputs.grad_output + b * do_strides.batch + h * do_strides.head
-    do_base += first_query * do_strides.row
     k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
-    dk_base = DK + b * dk_strides.batch + g * dk_strides.head + first_key * dk_strides.row
-    dv_base = DV + b * dv_strides.batch + g * dv_strides.head + first_key * dv_strides.row
-    rows = sizes.group, gl.maximum(sequence.queries, 1)  # a descriptor has at least one row
-    exists = gl.maximum(sequence.length, 1)
-    keys = sizes.keys
-    if has.packed:  # later rows belong to the next sequence
-        keys = sequence.length
+    dk_base = DK + b * dk_strides.batch + g * dk_strides.head
+    dv_base = DV + b * dv_strides.batch + g * dv_strides.head
+    rows = sizes.group, sequence.queries
+    exists = gl.maximum(sequence.length, 1)  # a descriptor has at least one row
     q_steps = strides.query_head, strides.query_row
     do_steps = do_strides.head, do_strides.row
     query = _rows_of_heads(q_base, rows, q_steps, BM, tile.dim, BD)
@@ -449,8 +441,8 @@ def _dkdv_tensors(
         grad_output=_rows_of_heads(do_base, rows, do_steps, BM, tile.value_dim, BDV),
         key=rows_of(k_base, exists, strides.key_row, HALF, tile.dim, BD),
         value=rows_of(v_base, exists, strides.value_row, HALF, tile.value_dim, BDV),
-        first=rows_of(dk_base, keys, dk_strides.row, HALF, tile.dim, BD),
-        second=rows_of(dv_base, keys, dv_strides.row, HALF, tile.value_dim, BDV),
+        first=rows_of(dk_base, sizes.keys, dk_strides.row, HALF, tile.dim, BD),
+        second=rows_of(dv_base, sizes.keys, dv_strides.row, HALF, tile.value_dim, BDV),
         mask=mask,
         bias=bias,
     )
@@ -530,9 +522,6 @@ def hopper_dkdv_kernel(
     g = (pair % groups).to(gl.int64)
     h = g * sizes.group
     sequence = locate_sequence(optional, sizes, b, has)
-    if has.packed:
-        if n0 >= sequence.length:
-            return
     call = prepare_call(optional, strides, sizes, band, factors, has)
     all_strides = dk_strides, dv_strides, do_strides, strides
     batch_head = (b * sizes.heads + h).to(gl.int32)

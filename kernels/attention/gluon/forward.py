@@ -10,8 +10,7 @@ A program owns 128 queries of a head. Its warps have parts:
     consumers    groups of four warps compute 64 queries each. A group issues two products: its
                  queries times the keys of tile t, then the weights of tile t - 1 times its values.
                  When the first product is done, the group computes the weights of tile t while the
-                 second product runs. The groups take turns in issuing products, so that one
-                 computes exponentials while another uses the tensor cores.
+                 second product runs.
     mask         if the mask or the bias is the same for all queries, one warp turns it into bounds
                  of the scores, and sets the values of masked keys to zero, because 0 * NaN is NaN.
 
@@ -19,7 +18,7 @@ The tiles that the length, the band or a mask may cut come first, the others aft
 docs/kernels.md draws which warps wait for which. benchmarks/proof/gluon_simulator.py runs the
 kernel on a CPU and finds accesses that no barrier orders; Triton's interpreter cannot run it.
 
-Source: Shah et al. 2024, "FlashAttention-3", sections 3.1 (turns) and 3.2 (overlap in a group).
+Source: Shah et al. 2024, "FlashAttention-3", section 3.2 (overlap in a group).
 """
 
 from __future__ import annotations
@@ -34,9 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import LOG2E, dropout_words
-from .bounds import inside_run, reads_no_mask
-from .hopper_parts import (
+from ...common import LOG2E, dropout_words
+from ..bounds import inside_run, reads_no_mask
+from ..scores import locate_rows, locate_sequence, prepare_call, store_sums
+from .parts import (
     accumulator,
     at_row,
     bounds_of_keys,
@@ -54,7 +54,7 @@ from .hopper_parts import (
     unpack,
     up_to_last_seen,
 )
-from .hopper_work import (
+from .work import (
     QUERIES,
     Launched,
     Tensors,
@@ -66,12 +66,8 @@ from .hopper_work import (
     make_shared,
     make_tensors,
     masked_tiles,
-    nth_block,
     place_of,
-    place_of_block,
-    rounds_of,
 )
-from .scores import locate_rows, locate_sequence, prepare_call, store_sums
 
 
 @gluon.constexpr_function
@@ -81,68 +77,45 @@ def _folds(has):
 
 
 @gluon.jit
-def _copies(given, tensors, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
-    """Copy the tensors of the block `given`, or of all blocks of a persistent program."""
-    if how.persistent:
-        first = 0
-        for n in range(rounds_of(given.order)):
-            block = nth_block(n, given, first, tile, has)
-            _copy_block(block, tensors, shared, tile, has, how)
-            first = block.work.walk.end
-    else:
-        _copy_block(given, tensors, shared, tile, has, how)
-
-
-@gluon.jit
-def _copy_block(block, tensors, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+def _copies(block, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
     """Copy the queries, and then tile by tile keys, mask and bias, and values."""
     work, b, h, g = block.work, block.b, block.h, block.g
     buffers, bars = shared
     K_BYTES: gl.constexpr = tile.columns * tile.dim_block * 2
     V_BYTES: gl.constexpr = tile.columns * tile.value_block * 2
-    if how.persistent:  # the products with the queries of the previous block are done
-        mbarrier.wait(bars.query_free, block.phase ^ 1)
     mbarrier.expect(bars.query_ready, tile.rows * tile.dim_block * 2)
-    for which in gl.static_range(how.consumers):
-        rows = at_row(b, h, work.start + which * QUERIES, how)
+    for which in gl.static_range(2):
+        rows = at_row(b, h, work.start + which * QUERIES, tile)
         copy_in(tensors.query, rows, bars.query_ready, buffers.query.index(which))
     masked = masked_tiles(work.walk, has)
-    for t in range(work.walk.first, work.walk.end):
-        slot, phase = slot_of(t, how.slots)
+    for t in range(0, work.walk.end):
+        slot, phase = slot_of(t, tile.slots)
         n0 = key_of_any_tile(work.walk, t, tile, has)
-        # All consumers have read the slot. In the first round this does not wait.
+        # Both consumers have read the slot. In the first round this does not wait.
         mbarrier.wait(bars.key_free.index(slot), phase ^ 1)
         mbarrier.expect(bars.key_ready.index(slot), K_BYTES)
-        rows = at_row(b, g, n0, how)
+        rows = at_row(b, g, n0, tile)
         copy_in(tensors.key, rows, bars.key_ready.index(slot), buffers.key.index(slot))
         if has_terms(has):
-            place = place_of(work.start, n0, t, 0, how)
-            _copy_terms(place, tensors, shared, t < masked, tile, has, how)
+            place = place_of(work.start, n0, t, 0, tile)
+            _copy_terms(place, tensors, shared, t < masked, tile, has)
         mbarrier.wait(bars.value_free.index(slot), phase ^ 1)
         mbarrier.expect(bars.value_ready.index(slot), V_BYTES)
         copy_in(tensors.value, rows, bars.value_ready.index(slot), buffers.value.index(slot))
         if has.lists:
             if t < work.walk.edges:
-                _copy_bits(work.walk, t, shared, tile, has, how)
+                _copy_bits(work.walk, t, shared, tile, has)
 
 
 @gluon.jit
-def _copy_terms(
-    place,
-    tensors,
-    shared,
-    needed,
-    tile: gl.constexpr,
-    has: gl.constexpr,
-    how: gl.constexpr,
-):
+def _copy_terms(place, tensors, shared, needed, tile: gl.constexpr, has: gl.constexpr):
     """Copy the mask and the bias of a tile of scores, if they are needed."""
     buffers, bars = shared
     ready = bars.term_ready.index(place.term_slot)
-    # All consumers have read the slot.
+    # Both consumers have read the slot.
     mbarrier.wait(bars.term_free.index(place.term_slot), place.term_phase ^ 1, pred=needed)
-    mbarrier.expect(ready, tile.rows * tile.columns * how.term_bytes, pred=needed)
-    for which in gl.static_range(how.consumers):
+    mbarrier.expect(ready, tile.rows * tile.columns * tile.term_bytes, pred=needed)
+    for which in gl.static_range(2):
         rows, part = place.query + which * QUERIES, place.part + which
         if has.mask == 2:
             copy_in(tensors.mask, [rows, place.key], ready, buffers.mask.index(part), pred=needed)
@@ -151,31 +124,18 @@ def _copy_terms(
 
 
 @gluon.jit
-def _copy_bits(walk, t, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+def _copy_bits(walk, t, shared, tile: gl.constexpr, has: gl.constexpr):
     """Copy the bits of the t-th tile."""
     buffers, bars = shared
-    WORDS: gl.constexpr = how.consumers * 2
-    slot, _ = slot_of(t, how.slots)
+    WORDS: gl.constexpr = 4  # two for each consumer
+    slot, _ = slot_of(t, tile.slots)
     _, of_bits = listed_tile_of(walk, t, tile, True, has)
     store_bits(buffers.bits, slot * WORDS, walk.lists, of_bits, 0, QUERIES, WORDS)
     mbarrier.arrive(bars.bits_ready.index(slot), count=1)
 
 
 @gluon.jit
-def _mask(given, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
-    """Do what `_mask_block` does, for the block `given` or all blocks of a persistent program."""
-    if how.persistent:
-        first = 0
-        for n in range(rounds_of(given.order)):
-            block = nth_block(n, given, first, tile, has)
-            _mask_block(block, shared, tile, has, how)
-            first = block.work.walk.end
-    else:
-        _mask_block(given, shared, tile, has, how)
-
-
-@gluon.jit
-def _mask_block(block, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+def _mask(block, shared, tile: gl.constexpr, has: gl.constexpr):
     """Turn a mask or a bias of keys into bounds, and set the values of masked keys to zero."""
     work = block.work
     buffers, bars = shared
@@ -186,12 +146,12 @@ def _mask_block(block, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.co
     SMALL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
     j = gl.arange(0, BN, layout=KEYS)
     masked = masked_tiles(work.walk, has)
-    for t in range(work.walk.first, masked):
-        slot, phase = slot_of(t, how.slots)
+    for t in range(0, masked):
+        slot, phase = slot_of(t, tile.slots)
         n0 = key_of_any_tile(work.walk, t, tile, has)
         bound = bounds_of_keys(block.mask, n0 + j, work.last + 1, has)
         seen = bound != float("-inf")
-        # All consumers have read the previous bounds.
+        # Both consumers have read the previous bounds.
         mbarrier.wait(bars.bounds_free.index(slot), phase ^ 1)
         buffers.bounds.index(slot).store(bound)
         mbarrier.arrive(bars.bounds_ready.index(slot), count=1)
@@ -210,7 +170,7 @@ def _mask_block(block, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.co
             fence_async_shared()  # makes these stores visible to wgmma and to the next copy
         mbarrier.arrive(bars.value_masked.index(slot), count=1)
     for t in range(masked, work.walk.end):  # the consumers wait for the same barrier in every tile
-        slot, phase = slot_of(t, how.slots)
+        slot, phase = slot_of(t, tile.slots)
         mbarrier.wait(bars.value_ready.index(slot), phase)
         mbarrier.arrive(bars.value_masked.index(slot), count=1)
 
@@ -292,14 +252,7 @@ def _cut(s, i, j, n0, work, has: gl.constexpr):
 
 @gluon.jit
 def _weights(
-    s,
-    state,
-    place,
-    shared,
-    work,
-    tile: gl.constexpr,
-    has: gl.constexpr,
-    EDGE: gl.constexpr,
+    s, state, place, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constexpr
 ):
     """One step of the online softmax, over s = q . k [64, BN] of a tile. Return its weights, the
     factor by which earlier sums are rescaled, and the new state: (maximum, sum of the weights).
@@ -336,27 +289,27 @@ def _weights(
 
 
 @gluon.jit
-def _carried(p, dtype: gl.constexpr, how: gl.constexpr):
+def _carried(p, dtype: gl.constexpr, tile: gl.constexpr):
     """Return the weights in the form that the loop carries: packed, or as float32, because 16-bit
     values would take half a register each.
     """
-    if how.packed:
+    if tile.packed:
         return pack(p, dtype)
     else:
         return p
 
 
 @gluon.jit
-def _operand(p, dtype: gl.constexpr, tile: gl.constexpr, how: gl.constexpr):
+def _operand(p, dtype: gl.constexpr, tile: gl.constexpr):
     """Return the weights that the loop carried, as an operand of the product with the values."""
-    if how.packed:
+    if tile.packed:
         p = unpack(p, dtype, accumulator(tile.columns))
     layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(tile.value_block), 2)
     return gl.convert_layout(p.to(dtype), layout)
 
 
 @gluon.jit
-def _store(acc, state, i0, block, out, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+def _store(acc, state, i0, block, out, tile: gl.constexpr, has: gl.constexpr):
     """Store the output of the queries at i0, through shared memory, and their statistics for the
     backward. `out` is the buffer and the descriptor of the output.
     """
@@ -370,45 +323,13 @@ def _store(acc, state, i0, block, out, tile: gl.constexpr, has: gl.constexpr, ho
     row = rows.first + i
     sums = store_sums(rows.lse, rows.statistics, row, i < rows.queries, m, l, has)
     factor = gl.convert_layout(work.factors.inv_keep / sums, gl.SliceLayout(1, O))
-    if how.persistent:  # the copy of the previous block has read the buffer
-        tma.store_wait(0)
     tiles.store((acc * gl.expand_dims(factor, 1)).to(target.dtype))
     fence_async_shared()  # makes the store visible to the copy
-    copy_out(target, at_row(block.b, block.h, i0, how), tiles)
+    copy_out(target, at_row(block.b, block.h, i0, tile), tiles)
 
 
 @gluon.jit
-def _consumer(
-    which: gl.constexpr,
-    given,
-    tensors,
-    shared,
-    tile: gl.constexpr,
-    has: gl.constexpr,
-    how: gl.constexpr,
-):
-    """Compute 64 queries of the block `given`, or of all blocks of a persistent program."""
-    if how.persistent:
-        first = 0
-        for n in range(rounds_of(given.order)):
-            block = nth_block(n, given, first, tile, has)
-            _consume_block(which, block, tensors, shared, tile, has, how)
-            first = block.work.walk.end
-    else:
-        _consume_block(which, given, tensors, shared, tile, has, how)
-    tma.store_wait(0)  # the program ends after the copy has read its shared memory
-
-
-@gluon.jit
-def _consume_block(
-    which: gl.constexpr,
-    block,
-    tensors,
-    shared,
-    tile: gl.constexpr,
-    has: gl.constexpr,
-    how: gl.constexpr,
-):
+def _consumer(which: gl.constexpr, block, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
     """Compute 64 queries: their rows of the output, LSE and STATISTICS."""
     buffers, bars = shared
     work, walk = block.work, block.work.walk
@@ -429,57 +350,49 @@ def _consume_block(
     state = m, l
     q = buffers.query.index(which)
     none = gl.zeros([QUERIES, BN], gl.float32, S)
-    slot, phase = slot_of(walk.first, how.slots)
-    mbarrier.wait(bars.query_ready, block.phase)  # the queries of all consumers
-    mbarrier.wait(bars.key_ready.index(slot), phase)
-    k = buffers.key.index(slot).permute((1, 0))
+    mbarrier.wait(bars.query_ready, 0)  # the queries of both consumers
+    mbarrier.wait(bars.key_ready.index(0), 0)
+    k = buffers.key.index(0).permute((1, 0))
     s = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
-    mbarrier.arrive(bars.key_free.index(slot), count=1)  # the product has read them
-    n0 = key_of_tile(walk, walk.first, tile, has, True)
-    place = place_of(i0, n0, walk.first, which, how)
+    mbarrier.arrive(bars.key_free.index(0), count=1)  # the product has read them
+    n0 = key_of_tile(walk, 0, tile, has, True)
+    place = place_of(i0, n0, 0, which, tile)
     p, rescale, state = _weights(s, state, place, shared, work, tile, has, True)
-    p = _carried(p, tensors.output.dtype, how)
-    slot, phase = slot_of(walk.first + 1, how.slots)
-    mbarrier.wait(bars.key_ready.index(slot), phase, pred=walk.first + 1 < walk.end)
+    p = _carried(p, tensors.output.dtype, tile)
+    slot, phase = slot_of(1, tile.slots)
+    mbarrier.wait(bars.key_ready.index(slot), phase, pred=walk.end > 1)
     for EDGE in gl.static_range(2):
-        begin = walk.first + 1 if EDGE == 0 else walk.edges
+        begin = 1 if EDGE == 0 else walk.edges
         end = walk.edges if EDGE == 0 else walk.end
         for t in range(begin, end):
-            if how.turns:  # the previous consumer has issued its products; consumer 0 begins
-                mbarrier.wait(bars.turn.index(which), (t ^ block.phase ^ (which > 0)) & 1)
-            weights = _operand(p, tensors.output.dtype, tile, how)
-            slot, phase = slot_of(t, how.slots)
+            weights = _operand(p, tensors.output.dtype, tile)
+            slot, phase = slot_of(t, tile.slots)
             k = buffers.key.index(slot).permute((1, 0))
             s = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
-            before, phase_before = slot_of(t - 1, how.slots)
+            before, phase_before = slot_of(t - 1, tile.slots)
             mbarrier.wait(value_ready.index(before), phase_before)
             acc = warpgroup_mma(weights, buffers.value.index(before), acc, is_async=True)
-            if how.turns:
-                mbarrier.arrive(bars.turn.index((which + 1) % how.consumers), count=1)
             s, acc = warpgroup_mma_wait(1, [s, acc])  # the scores; the other product continues
             mbarrier.arrive(bars.key_free.index(slot), count=1)
-            place = place_of(i0, key_of_tile(walk, t, tile, has, EDGE == 0), t, which, how)
+            place = place_of(i0, key_of_tile(walk, t, tile, has, EDGE == 0), t, which, tile)
             p, rescale, state = _weights(s, state, place, shared, work, tile, has, EDGE == 0)
             # Wait for the next keys before waiting for the product: this wait ends a basic block,
             # without which ptxas moves the exponentials behind the product.
-            slot, phase = slot_of(t + 1, how.slots)
+            slot, phase = slot_of(t + 1, tile.slots)
             mbarrier.wait(bars.key_ready.index(slot), phase, pred=t + 1 < walk.end)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(bars.value_free.index(before), count=1)  # the product has read them
-            p = _carried(p, tensors.output.dtype, how)
+            p = _carried(p, tensors.output.dtype, tile)
             acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O)), 1)
-    if how.persistent:  # all products with the queries are done
-        mbarrier.arrive(bars.query_free, count=1)
-    slot, phase = slot_of(walk.end - 1, how.slots)
+    slot, phase = slot_of(walk.end - 1, tile.slots)
     mbarrier.wait(value_ready.index(slot), phase)
-    weights = _operand(p, tensors.output.dtype, tile, how)
+    weights = _operand(p, tensors.output.dtype, tile)
     acc = warpgroup_mma(weights, buffers.value.index(slot), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
-    if how.persistent:
-        mbarrier.arrive(bars.value_free.index(slot), count=1)
     out = buffers.output.index(which), tensors.output
-    _store(acc, state, i0, block, out, tile, has, how)
+    _store(acc, state, i0, block, out, tile, has)
+    tma.store_wait(0)  # the program ends after the copy has read its shared memory
 
 
 @gluon.jit
@@ -499,75 +412,50 @@ def hopper_forward_kernel(
     sizes,
     band,
     factors,
-    order,
     tile: gl.constexpr,
     has: gl.constexpr,
-    how: gl.constexpr,
 ):
     """Compute what `forward_kernel` does.
 
-    A persistent program computes several blocks of `order`, as `number_of_block` says.
-
     Query, key, value and O have 16 bits. They, and a mask and a bias of queries and keys, are read
     and written through TMA descriptors, which need addresses and strides in multiples of 16 bytes.
-    With `how.mapped` the descriptors are arguments: those of `map_of`.
+    With `tile.mapped` the descriptors are arguments: those of `map_of`.
     """
-    if how.persistent:  # the first block; all are of sequences of one length
-        place = place_of_block(gl.program_id(0), sizes, order, tile, has)
-    else:
-        place = locate_rows(sizes, tile, has)
-    _, i0, b, _, _ = place
+    place = locate_rows(sizes, tile, has)
+    _, _, b, _, _ = place
     sequence = locate_sequence(optional, sizes, b, has)
-    if has.packed:
-        if i0 >= sequence.queries:
-            return
     call = prepare_call(optional, strides, sizes, band, factors, has)
-    if not how.persistent:
-        bounds = bounds_at(place, call, tile, has)
-        sequence = up_to_last_seen(sequence, bounds, has)
-    launched = Launched(call, sequence, order, LSE, STATISTICS, SINKS)
-    given = launched
-    if not how.persistent:
-        given = block_of(place, launched, bounds, 0, 0, tile, has)
-    if how.mapped:
+    bounds = bounds_at(place, call, tile, has)
+    sequence = up_to_last_seen(sequence, bounds, has)
+    launched = Launched(call, sequence, LSE, STATISTICS, SINKS)
+    block = block_of(place, launched, bounds, tile, has)
+    if tile.mapped:
         tensors = Tensors(query_map, key_map, value_map, output_map, key_map, key_map)
     else:
-        tensors = make_tensors(inputs, O, output_strides, launched, given, tile, has)
-    shared = make_shared(inputs.query.dtype.element_ty, tensors, tile, has, how)
+        tensors = make_tensors(inputs, O, output_strides, launched, block, tile, has)
+    shared = make_shared(inputs.query.dtype.element_ty, tensors, tile, has)
     fence_async_shared()  # makes the barriers visible to the copies
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    THIRD: gl.constexpr = 2
-    # The requested registers give all consumers the same number of registers a thread.
+    # The requested registers give both consumers the same number of registers a thread.
     if has_bounds(has):
         gl.warp_specialize(
             [
-                (_consumer, (FIRST, given, tensors, shared, tile, has, how)),
-                (_consumer, (SECOND, given, tensors, shared, tile, has, how)),
-                (_copies, (given, tensors, shared, tile, has, how)),
-                (_mask, (given, shared, tile, has, how)),
+                (_consumer, (FIRST, block, tensors, shared, tile, has)),
+                (_consumer, (SECOND, block, tensors, shared, tile, has)),
+                (_copies, (block, tensors, shared, tile, has)),
+                (_mask, (block, shared, tile, has)),
             ],
             [4, 1, 1],
             [240, 24, 24],
         )
-    elif how.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (FIRST, given, tensors, shared, tile, has, how)),
-                (_consumer, (SECOND, given, tensors, shared, tile, has, how)),
-                (_copies, (given, tensors, shared, tile, has, how)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
     else:
         gl.warp_specialize(
             [
-                (_consumer, (FIRST, given, tensors, shared, tile, has, how)),
-                (_consumer, (SECOND, given, tensors, shared, tile, has, how)),
-                (_consumer, (THIRD, given, tensors, shared, tile, has, how)),
-                (_copies, (given, tensors, shared, tile, has, how)),
+                (_consumer, (FIRST, block, tensors, shared, tile, has)),
+                (_consumer, (SECOND, block, tensors, shared, tile, has)),
+                (_copies, (block, tensors, shared, tile, has)),
             ],
-            [4, 4, 1],
-            [160, 160, 32],
+            [4, 1],
+            [240, 24],
         )

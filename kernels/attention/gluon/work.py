@@ -9,9 +9,17 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common import LOG2E
-from .bounds import Bounds, load_bounds, reads_no_mask, split_at_run, visited_tiles
-from .hopper_parts import (
+from ...common import LOG2E
+from ..bounds import Bounds, load_bounds, reads_no_mask, split_at_run, visited_tiles
+from ..lists import COLUMNS, load_lists
+from ..scores import (
+    first_row,
+    keys_of_rows,
+    locate_head,
+    locate_keys,
+    unmasked_tiles,
+)
+from .parts import (
     barriers,
     buffer,
     has_bounds,
@@ -24,20 +32,12 @@ from .hopper_parts import (
     tile_of_lists,
     tiles_of,
 )
-from .lists import COLUMNS, load_lists
-from .scores import (
-    first_row,
-    keys_of_rows,
-    locate_head,
-    locate_keys,
-    unmasked_tiles,
-)
 
 QUERIES = gl.constexpr(64)  # queries of a consumer: the rows of a wgmma
 
 
 class Walk(NamedTuple):
-    """The tiles of keys that a block of queries visits: the edge tiles first <= t < edges, at least
+    """The tiles of keys that a block of queries visits: the edge tiles t < edges, at least
     one, which the length, the band or a mask may cut, then the others, edges <= t < end. The first
     key of tile t is
 
@@ -46,12 +46,9 @@ class Walk(NamedTuple):
 
     With the bounds of a mask n = lo + t, or n + gap, is an entry of its lists.
 
-    The numbers t of a persistent program continue from one block to the next.
-
     With a block mask the edge tiles are those that are partly seen: see `tile_of_lists`.
     """
 
-    first: Any
     edges: Any
     end: Any
     lo: Any
@@ -89,11 +86,10 @@ class Rows(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """The arguments that all blocks of a launch share, and the order of the blocks."""
+    """The call, a sequence of it, and the results that have one number for each query."""
 
     call: Any
     sequence: Any
-    order: Any
     lse: Any
     statistics: Any
     sinks: Any
@@ -105,7 +101,6 @@ class Block(NamedTuple):
     work: Any
     rows: Any
     mask: Any  # that of `mask_of`
-    phase: Any  # of the queries
     b: Any  # sequence
     h: Any  # head
     g: Any  # key-value head
@@ -127,35 +122,33 @@ class Tensors(NamedTuple):
 class Buffers(NamedTuple):
     """Shared memory."""
 
-    query: Any  # [consumers, 64, BD]
+    query: Any  # [2, 64, BD], one for each consumer
     key: Any  # [slots, BN, BD]
     value: Any  # [slots, BN, BDV]
-    output: Any  # [consumers, 64, BDV]
+    output: Any  # [2, 64, BDV]
     # [slots, BN], with a mask or a bias [keys]: the bias, or an upper bound of the scores of the
     # key, which is -inf for a masked key.
     bounds: Any
-    mask: Any  # [slots * consumers, 64, BN], of queries and keys
+    mask: Any  # [slots * 2, 64, BN], of queries and keys
     bias: Any  # the same
-    bits: Any  # [slots * consumers * 2, 64], of a block mask: word w of a query, for 32 keys
+    bits: Any  # [slots * 4, 64], of a block mask: word w of a query, for 32 keys
 
 
 class Barriers(NamedTuple):
     """mbarriers; each ends a phase after a number of arrivals, given here. A `ready` says that a
-    slot is full, a `free` that its readers are done with it. All: one for each consumer.
+    slot is full, a `free` that its readers, the two consumers, are done with it.
     """
 
     query_ready: Any  # 1: the copies
-    query_free: Any  # all
     key_ready: Any  # 1 for each slot: the copies
-    key_free: Any  # all
+    key_free: Any  # 2
     value_ready: Any  # 1: the copies
-    value_free: Any  # all
+    value_free: Any  # 2
     bounds_ready: Any  # 1: the mask
-    bounds_free: Any  # all
+    bounds_free: Any  # 2
     value_masked: Any  # 1: the mask, once the values of masked keys are zero
     term_ready: Any  # 1: the copies, once mask and bias of queries and keys are there
-    term_free: Any  # all
-    turn: Any  # 1 for each consumer: the previous consumer has issued its products
+    term_free: Any  # 2
     # 1: the copies, once the bits of a block mask are there. Who has released values has read bits.
     bits_ready: Any
 
@@ -189,7 +182,7 @@ def walk_of(i0, sequence, call, bounds, tile: gl.constexpr, has: gl.constexpr):
         begin = gl.where(others > 0, run.lo, past) - edges * BN
         tiles, starts = gl.maximum(edges + others, 1), call.optional.starts
         lo, jump, gap = edge.lo, edge.jump, edge.gap
-        return Walk(0, gl.maximum(edges, 1), tiles, lo, jump, gap, begin, starts, edges)
+        return Walk(gl.maximum(edges, 1), tiles, lo, jump, gap, begin, starts, edges)
     else:
         edge, other = split_at_run((lo, begin, end, hi), bounds, BN, has)
         lo, hi, jump, gap = edge
@@ -202,7 +195,7 @@ def walk_of(i0, sequence, call, bounds, tile: gl.constexpr, has: gl.constexpr):
         jump = gl.where(none, lo + BN, jump)
         begin = gl.where(none, begin, begin - edges * BN)
         tiles = gl.maximum(edges + others, 1)
-        return Walk(0, gl.maximum(edges, 1), tiles, lo, jump, gap, begin)
+        return Walk(gl.maximum(edges, 1), tiles, lo, jump, gap, begin)
 
 
 @gluon.jit
@@ -217,17 +210,7 @@ def _listed_walk(i0, sequence, call, lists, tile: gl.constexpr, has: gl.constexp
     tiles = lo, begin, end, hi
     lists, parts, run, whole = spans_of_lists(tiles, lists, call, i0, tile, has, False)
     run = gl.where(whole > 0, run, gl.cdiv(length, BN) * BN)
-    return Walk(0, gl.maximum(parts, 1), gl.maximum(parts + whole, 1), 0, parts, 0, run, lists)
-
-
-@gluon.jit
-def numbered(walk, first, tile: gl.constexpr, has: gl.constexpr):
-    """Return a `Walk` with its tiles numbered from `first` on."""
-    keys = first * tile.columns
-    edges, end = walk.edges + first, walk.end + first
-    lo, listed = walk.lo - (first if has.bounds else keys), walk.listed + first
-    begin = walk.begin - keys
-    return Walk(first, edges, end, lo, walk.jump, walk.gap, begin, walk.lists, listed)
+    return Walk(gl.maximum(parts, 1), gl.maximum(parts + whole, 1), 0, parts, 0, run, lists)
 
 
 @gluon.jit
@@ -235,61 +218,6 @@ def listed_tile_of(walk, t, tile: gl.constexpr, EDGE: gl.constexpr, has: gl.cons
     """Return what `tile_of_lists` does of the t-th tile."""
     width: gl.constexpr = tile.columns
     return tile_of_lists(walk.lists, t, walk.jump, walk.begin, width, COLUMNS, EDGE, has)
-
-
-@gluon.jit
-def walk_from(i0, sequence, call, bounds, first, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Walk` of the queries from i0 on, with tiles from `first` on, given the bounds of
-    `bounds_at`.
-    """
-    if has.lists:
-        return _listed_walk(i0, sequence, call, bounds, tile, has)
-    else:
-        return numbered(walk_of(i0, sequence, call, bounds, tile, has), first, tile, has)
-
-
-@gluon.jit
-def blocks_of(order):
-    """Return the number of blocks of queries of all heads."""
-    return order.x * order.y * order.z
-
-
-@gluon.jit
-def number_of_block(n):
-    """Return the number, in the launch order, of the n-th block that this program computes.
-
-    In round n each program computes one block. Odd rounds go backwards, so that a program that had
-    the longest block of a round gets the shortest of the next.
-    """
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    return n * programs + gl.where(n % 2 == 0, program, programs - 1 - program)
-
-
-@gluon.jit
-def rounds_of(order):
-    """Return how many blocks a program computes."""
-    blocks = blocks_of(order)
-    rounds = gl.cdiv(blocks, gl.num_programs(0))
-    return rounds - (number_of_block(rounds - 1) >= blocks).to(gl.int32)
-
-
-@gluon.jit
-def place_of_block(n, sizes, order, tile: gl.constexpr, has: gl.constexpr):
-    """Return what `locate_rows` returns to the n-th program of the order, by the same rules,
-    written twice because one more call in `locate_block` changes the GPU IR of every kernel.
-    """
-    blocks = gl.cdiv(sizes.queries, tile.rows)
-    if has.sections:
-        batch_head = n // (order.x * order.y) * order.x + n % order.x
-        block = n // order.x % order.y
-    else:
-        batch_head = n // blocks
-        block = n % blocks
-    if has.right or not has.left:
-        block = blocks - 1 - block
-    b = (batch_head // sizes.heads).to(gl.int64)
-    h = (batch_head % sizes.heads).to(gl.int64)
-    return batch_head, block * tile.rows, b, h, h // sizes.group
 
 
 @gluon.jit
@@ -305,41 +233,37 @@ def bounds_at(place, call, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def block_of(place, launched, bounds, first, phase, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Block` at `place`, which `locate_rows` returns, with tiles from `first` on."""
+def block_of(place, launched, bounds, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Block` at `place`, which `locate_rows` returns."""
     batch_head, i0, b, h, g = place
     call, sequence = launched.call, launched.sequence
     sizes = call.sizes
     head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
-    work = work_of(i0, head, bounds, first, tile, has)
+    work = work_of(i0, head, bounds, tile, has)
     sink = 0.0
     if has.sink:
         sink = gl.load(launched.sinks + h).to(gl.float32)
     row = first_row(batch_head, h, sequence, sizes, has)
     rows = Rows(launched.lse, launched.statistics, row, sequence.queries, sink)
-    return Block(work, rows, mask_of(head), phase, b, h, g)
+    return Block(work, rows, mask_of(head), b, h, g)
 
 
 @gluon.jit
-def nth_block(n, launched, first, tile: gl.constexpr, has: gl.constexpr):
-    """Return the n-th `Block` of a persistent program, with tiles from `first` on."""
-    place = place_of_block(number_of_block(n), launched.call.sizes, launched.order, tile, has)
-    bounds = bounds_at(place, launched.call, tile, has)
-    return block_of(place, launched, bounds, first, n & 1, tile, has)
-
-
-@gluon.jit
-def work_of(i0, head, bounds, first, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Work` for the queries of a head from i0 on, with tiles from `first` on."""
+def work_of(i0, head, bounds, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Work` for the queries of a head from i0 on."""
     sequence, call = head.sequence, head.call
-    if not has.bounds and not has.lists:
-        bounds = Bounds(0, 0, 0, sequence.length)
+    if has.lists:
+        walk = _listed_walk(i0, sequence, call, bounds, tile, has)
+    else:
+        if not has.bounds:
+            bounds = Bounds(0, 0, 0, sequence.length)
+        walk = walk_of(i0, sequence, call, bounds, tile, has)
     factor = call.scale
     if has.softcap:
         factor = call.factors.softcap * LOG2E
     return Work(
         start=i0,
-        walk=walk_from(i0, sequence, call, bounds, first, tile, has),
+        walk=walk,
         last=sequence.length - 1,
         left=sequence.shift - call.band.left,
         right=sequence.shift + call.band.right,
@@ -383,11 +307,11 @@ def key_of_any_tile(walk, t, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def place_of(i0, n0, t, which, how: gl.constexpr):
+def place_of(i0, n0, t, which, tile: gl.constexpr):
     """Return the `Place` of the tile of scores at query i0 and key n0, the t-th of a consumer."""
-    slot, phase = slot_of(t, how.slots)
-    term, term_phase = slot_of(t, how.term_slots)
-    return Place(i0, n0, slot, phase, term, term_phase, term * how.consumers + which)
+    slot, phase = slot_of(t, tile.slots)
+    term, term_phase = slot_of(t, tile.term_slots)
+    return Place(i0, n0, slot, phase, term, term_phase, term * 2 + which)
 
 
 @gluon.jit
@@ -400,16 +324,13 @@ def masked_tiles(walk, has: gl.constexpr):
 
 
 @gluon.jit
-def make_shared(
-    dtype: gl.constexpr, tensors, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr
-):
+def make_shared(dtype: gl.constexpr, tensors, tile: gl.constexpr, has: gl.constexpr):
     """Make the shared memory of a program, and its barriers."""
-    ALL: gl.constexpr = how.consumers
-    SLOTS: gl.constexpr = how.slots
-    q_tiles = tiles_of(dtype, ALL, QUERIES, tile.dim_block)
+    SLOTS: gl.constexpr = tile.slots
+    q_tiles = tiles_of(dtype, 2, QUERIES, tile.dim_block)
     o_tiles = q_tiles  # the last product with the queries is over when the output is stored
-    if tile.value_block != tile.dim_block or how.persistent:  # else the next queries would wait
-        o_tiles = tiles_of(dtype, ALL, QUERIES, tile.value_block)
+    if tile.value_block != tile.dim_block:
+        o_tiles = tiles_of(dtype, 2, QUERIES, tile.value_block)
     k_tiles = tiles_of(dtype, SLOTS, tile.columns, tile.dim_block)
     v_tiles = tiles_of(dtype, SLOTS, tile.columns, tile.value_block)
     bounds = k_tiles
@@ -420,27 +341,24 @@ def make_shared(
     if has_bounds(has):
         bounds = gl.allocate_shared_memory(gl.float32, [SLOTS, tile.columns], FLAT)
     if has.lists:
-        bits = gl.allocate_shared_memory(gl.int32, [SLOTS * ALL * 2, QUERIES], FLAT)
+        bits = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, QUERIES], FLAT)
     if has.mask == 2:
-        mask = buffer(tensors.mask, how.term_slots * ALL)
+        mask = buffer(tensors.mask, tile.term_slots * 2)
     if has.bias == 2:
-        bias = buffer(tensors.bias, how.term_slots * ALL)
+        bias = buffer(tensors.bias, tile.term_slots * 2)
     buffers = Buffers(q_tiles, k_tiles, v_tiles, o_tiles, bounds, mask, bias, bits)
-    query_ready = barriers(1, 1).index(0)
     key_ready = barriers(SLOTS, 1)
     bars = Barriers(
-        query_ready=query_ready,
-        query_free=barriers(1, ALL).index(0) if how.persistent else query_ready,
+        query_ready=barriers(1, 1).index(0),
         key_ready=key_ready,
-        key_free=barriers(SLOTS, ALL),
+        key_free=barriers(SLOTS, 2),
         value_ready=barriers(SLOTS, 1),
-        value_free=barriers(SLOTS, ALL),
+        value_free=barriers(SLOTS, 2),
         bounds_ready=barriers(SLOTS, 1) if has_bounds(has) else key_ready,
-        bounds_free=barriers(SLOTS, ALL) if has_bounds(has) else key_ready,
+        bounds_free=barriers(SLOTS, 2) if has_bounds(has) else key_ready,
         value_masked=barriers(SLOTS, 1) if has_bounds(has) else key_ready,
-        term_ready=barriers(how.term_slots, 1) if has_terms(has) else key_ready,
-        term_free=barriers(how.term_slots, ALL) if has_terms(has) else key_ready,
-        turn=barriers(ALL, 1),
+        term_ready=barriers(tile.term_slots, 1) if has_terms(has) else key_ready,
+        term_free=barriers(tile.term_slots, 2) if has_terms(has) else key_ready,
         bits_ready=barriers(SLOTS, 1) if has.lists else 0,
     )
     return buffers, bars
@@ -455,12 +373,9 @@ def make_tensors(inputs, O, output_strides, launched, block, tile: gl.constexpr,
     sequence, strides = launched.sequence, launched.call.strides
     b, h, g = block.b, block.h, block.g
     o_base = O + b * output_strides.batch + h * output_strides.head
-    o_base += sequence.first_query * output_strides.row
     q_base = inputs.query + b * strides.query_batch + h * strides.query_head
-    q_base += sequence.first_query * strides.query_row
     k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
-    # A descriptor has at least one row.
-    queries, keys = gl.maximum(sequence.queries, 1), gl.maximum(sequence.length, 1)
+    queries, keys = sequence.queries, gl.maximum(sequence.length, 1)  # at least one row
     key = rows_of(k_base, keys, strides.key_row, BN, tile.dim, BD)
     mask = key
     bias = key

@@ -11,7 +11,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 import hopper_calls
 from fastformer.kernels import common, tuned
-from fastformer.kernels.attention import launchers, plan
+from fastformer.kernels.attention import gluon, launchers, plan
+from fastformer.kernels.attention.gluon.rows import ROWS
 from hopper_calls import (
     DROPOUT,
     LENGTHS,
@@ -32,7 +33,7 @@ from fastformer import use_backend
 from fastformer.description import Attention, pack
 from fastformer.ops import functional
 
-if plan.HOPPER_BACKWARD == {} or not common.INTERPRETED:
+if not gluon.KERNELS or not common.INTERPRETED:
     pytest.skip("needs Gluon, and Triton's interpreter", allow_module_level=True)
 
 
@@ -236,25 +237,6 @@ def test_backward(against_oracle, memory_of_nan, call):
     assert {bool(x["has"].bounds.value) for x in launched} == {"bounds" in call}
 
 
-@pytest.mark.parametrize("kind", ["plain", "causal", "bias"])
-def test_packed(against_oracle, kind):
-    """Of 130, 3, 0 and 70 queries with 90, 0, 5 and 140 keys."""
-    options = dict(is_causal=True, **DROPOUT) if kind == "causal" else {}
-    query, key, value = (torch.randn(n, h, 64).half() for n, h in ((203, 2), (235, 1), (235, 1)))
-    ends = torch.tensor([0, 130, 133, 133, 203]), torch.tensor([0, 90, 90, 95, 235])
-    given = dict(cu_seqlens_q=ends[0].int(), cu_seqlens_k=ends[1].int(), max_q=130, max_k=140)
-
-    def packed(**x):
-        return functional.packed_attention(**x, **given, **options)
-
-    x = dict(query=query, key=key, value=value)
-    if kind == "bias":
-        x["bias"] = torch.randn(235).half()
-    with simulated_backward() as launched:
-        against_oracle(packed, x)
-    assert len(launched) == 2
-
-
 def gradients(x, grad_output, **options):
     leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
     output = attend(**leaves, **options)
@@ -370,14 +352,15 @@ def test_which_calls_a_measurement_may_choose_it_for():
         with replaced(plan, architecture=lambda device: arch), tuned.forced(ways) as asked:
             described = Attention(**given)
             made = plan.BackwardPlan(x, None, x, needs, query, x[:, :g], x[:, :g], described)
-        for name, kernel in ("dq", plan.hopper_dq_kernel), ("dkdv", plan.hopper_dkdv_kernel):
-            assert made.launch[name]._kernel is not kernel
+        taken = made.gluon.obstacle is None
+        for name in ("dq", "dkdv"):
+            assert made.launch[name]._kernel is not gluon.KERNELS[name]
             (key,) = (key for key in asked if key.kernel == f"attention {name}")
-            assert key.case.endswith("TMA") == made.overlaps
-            found = plan.HOPPER_BACKWARD[name].keys() & {*key.options()}
-            assert bool(found) == (made.overlaps and (name == "dq" or d <= 128))
-            assert (found == {"Gluon 128 32"}) == (made.overlaps and name == "dq" and d > 128)
-        return made.overlaps
+            assert key.case.endswith("TMA") == taken
+            found = ROWS[name].keys() & {*key.options()}
+            assert bool(found) == (taken and (name == "dq" or d <= 128))
+            assert (found == {"Gluon 128 32"}) == (taken and name == "dq" and d > 128)
+        return taken
 
     rows, full = torch.ones(3, 1, 1, 8) > 0, (torch.ones(3, 1, 8, 16) > 0)[..., :8]
     of_heads = torch.ones(3, 2, 1, 8) > 0

@@ -51,10 +51,10 @@ ROWS = {  # by kernel and name
 
 
 # Compile-time: the tile of scores, and how a program works on it.
-RingTile: Any = namedtuple(
+RingTile: Any = namedtuple(  # type: ignore[misc]  # which expects literals
     "RingTile",
     [
-        *Tile._fields,  # type: ignore[misc]  # no literal
+        *Tile._fields,
         "slots",  # of the rings
         "term_slots",  # of the forward's ring of masks and biases of queries and keys
         "term_bytes",  # of mask and bias [queries, keys], for each score

@@ -54,10 +54,9 @@ def gluon_for(
     """
     if not KERNELS:
         return GluonRows("this Triton has no Gluon")
-    why = rows.obstacle(plan, tensors, attention)
+    why, terms = rows.obstacle(plan, tensors, attention), rows.term_bytes(plan, attention)
     if why is not None:
-        return GluonRows(why)
-    terms = rows.term_bytes(plan, attention)
+        return GluonRows(why, terms=terms)  # a test may force a row
     found = {
         kernel: [
             GluonOption(name)

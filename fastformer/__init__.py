@@ -22,7 +22,6 @@ from fastformer.decoding.search import (
 from fastformer.dispatch.backends import current_backend, use_backend
 from fastformer.drop_in.explanation import Explanation, explain
 from fastformer.drop_in.patch import Report, accelerate, restore
-from fastformer.drop_in.replacements.stacks import decode_step
 from fastformer.drop_in.sdpa import sdpa_override
 from fastformer.drop_in.transformers_attention import register_transformers
 from fastformer.mask_tiles import BlockMask, block_mask
@@ -113,7 +112,6 @@ __all__ = [
     "clones",
     "cross_entropy",
     "current_backend",
-    "decode_step",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "embed",

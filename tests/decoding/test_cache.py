@@ -1,6 +1,5 @@
 """Caches against lists of what was appended, and decoding with one against the whole sequence."""
 
-import copy
 import random
 
 import pytest
@@ -485,108 +484,6 @@ def test_positions_can_start_anywhere():
             m(x, start)
     with pytest.raises(ValueError, match=r"x has shape .*expected \[B, S, d_model = 16\]"):
         m(x[..., :1])
-
-
-# --------------------------------------------------------------------------------- torch's decoder
-
-
-def decoders(device="cpu", dtype=torch.float32, norm_first=False, batch_first=True, **options):
-    """A decoder of torch, and the same one replaced."""
-    torch.manual_seed(4)
-    layer = torch.nn.TransformerDecoderLayer(
-        16, 2, 32, batch_first=batch_first, norm_first=norm_first, **options
-    )
-    norm = torch.nn.LayerNorm(16) if norm_first else None
-    original = torch.nn.TransformerDecoder(layer, 1, norm).to(device, dtype).eval()
-    replaced = copy.deepcopy(original)
-    ff.accelerate(replaced)
-    return original, replaced
-
-
-def inputs(device="cpu", dtype=torch.float32):
-    tgt, memory = (torch.randn(3, n, 16, device=device).to(dtype) for n in (6, 5))
-    padding = torch.arange(5, device=device) >= torch.tensor([[5], [2], [4]], device=device)
-    return tgt, memory, padding
-
-
-def whole(decoder, tgt, memory, padding, swap=False):
-    causal = torch.nn.Transformer.generate_square_subsequent_mask(6, tgt.device, tgt.dtype)
-    tgt, memory = (x.transpose(0, 1) if swap else x for x in (tgt, memory))
-    out = decoder(tgt, memory, causal, memory_key_padding_mask=padding, tgt_is_causal=True)
-    return out.transpose(0, 1) if swap else out
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("norm_first", "batch_first"), [(False, True), (True, False)])
-def test_steps_of_torchs_decoder(norm_first, batch_first, dtype, backend, device):
-    """By the numerics policy, and with the layout of the module."""
-    original, replaced = decoders(device, dtype, norm_first, batch_first)
-    tgt, memory, padding = inputs(device, dtype)
-    swap = not batch_first
-    given = memory.transpose(0, 1) if swap else memory
-    cache, outputs = DecoderCache(6), []
-    with torch.no_grad():
-        oracle = whole(
-            copy.deepcopy(original).double(), tgt.double(), memory.double(), padding, swap
-        )
-        eager = whole(original, tgt, memory, padding, swap)
-        for i, part in enumerate(tgt.split([3, 1, 2], 1)):
-            part = part.transpose(0, 1) if swap else part
-            mask = torch.zeros(part.shape[0 if swap else 1], 5, device=device, dtype=torch.bool)
-            out = ff.decode_step(
-                replaced, part, None if i == 2 else given, cache,
-                memory_mask=mask if i else None, memory_key_padding_mask=padding,
-            )  # fmt: skip
-            assert out.shape == part.shape
-            outputs.append(out.transpose(0, 1) if swap else out)
-    check_output(torch.cat(outputs, 1), oracle, eager)
-    assert cache.longest == 6
-
-
-def test_steps_of_a_decoder_with_sizes_of_its_own_and_no_batch():
-    """One sequence without a batch, no bias."""
-    original, replaced = decoders(bias=False)
-    tgt, memory, _ = (x[0] for x in inputs())
-    with torch.no_grad():
-        want = whole(original, tgt[None], memory[None], None)[0]
-        cache = DecoderCache(6)
-        got = [ff.decode_step(replaced, tgt[i : i + 1], memory, cache) for i in range(5)]
-        got.append(ff.decode_step(replaced, tgt[5:], None, cache))
-    torch.testing.assert_close(torch.cat(got), want)
-
-
-def test_wrong_steps_of_torchs_decoder_are_named():
-    original, replaced = decoders()
-    tgt, memory, padding = inputs()
-    step, cache = ff.decode_step, DecoderCache(7)
-    for arguments, error, message in (
-        (
-            (original, tgt, memory, cache),
-            TypeError,
-            "decoder is a TransformerDecoder; .*accelerate",
-        ),
-        ((replaced, tgt, None, cache), TypeError, "memory is None at the first step"),
-        ((replaced, tgt, memory, {}), TypeError, "cache is a dict; expected a DecoderCache"),
-        ((replaced, [1], memory, cache), TypeError, "tgt is a list"),
-        ((replaced, tgt, memory[:2], cache), ValueError, r"query \[3, 6, 16\], key \[2, 5, 16\]"),
-        ((replaced, tgt[..., :8], memory, cache), ValueError, r"tgt has shape \[3, 6, 8\]"),
-    ):
-        with pytest.raises(error, match=message), torch.no_grad():
-            step(*arguments)
-    with pytest.raises(ValueError, match="key requires a gradient, and a cache keeps none"):
-        step(replaced, tgt, memory, DecoderCache(7))
-    with torch.no_grad():
-        step(replaced, tgt, memory, cache)
-        with pytest.raises(ValueError, match="memory is another tensor than at the first step"):
-            step(replaced, tgt[:, :1], memory.clone(), cache)
-        with pytest.raises(ValueError, match=r"memory_key_padding_mask has shape \[3, 4\]"):
-            step(replaced, tgt[:, :1], memory, cache, memory_key_padding_mask=padding[:, :4])
-        step(replaced, tgt[:, :1], memory, cache)
-        with pytest.raises(ValueError, match="key has 1 positions; expected at most 0"):
-            step(replaced, tgt[:, :1], memory, cache)
-        replaced.layers[0].self_attn.add_zero_attn = True
-        with pytest.raises(RuntimeError, match="decoder cannot take a cache: self_attn appends"):
-            step(replaced, tgt, memory, cache)
 
 
 def test_the_cache_of_a_layer_attends_without_dropout_by_default():

@@ -151,13 +151,6 @@ def language_model():
     return ff.make_decoder(V, N=1, d_model=D, d_ff=F, h=H, dropout=0.0)
 
 
-def accelerated_decoder():
-    layer = nn.TransformerDecoderLayer(D, H, F, batch_first=True)
-    decoder = nn.TransformerDecoder(layer, 1).eval()
-    ff.accelerate(decoder)
-    return decoder
-
-
 def encoder_layer():
     return model().encoder.layers[0]
 
@@ -336,10 +329,6 @@ CALLS = {
     "use_backend": lambda: (use_backend, lambda: dict(name="reference")),
     "accelerate": lambda: (ff.accelerate, lambda: dict(
         model=nn.LayerNorm(D), drop_padding=True, need_weights=True, skip_logits=True)),
-    "decode_step": lambda: (torch.no_grad()(ff.decode_step), lambda: dict(
-        decoder=accelerated_decoder(), tgt=floats(B, T, D), memory=floats(B, S, D),
-        cache=ff.DecoderCache(T), memory_mask=torch.zeros(T, S),
-        memory_key_padding_mask=torch.zeros(B, S, dtype=torch.bool))),
     "restore": lambda: (ff.restore, lambda: dict(model=nn.LayerNorm(D))),
     "explain": lambda: (lambda target: ff.explain(target, floats(2, D)),
         lambda: dict(target=nn.LayerNorm(D))),
@@ -521,8 +510,6 @@ LEGITIMATE = {
     "log-probabilities are of any floating dtype": ["LabelSmoothing.forward.x half"],
     "a huge eps only makes the output small": [
         "*norm.eps too large", "*Norm.eps too large", "rotary_embedding.eps too large"],
-    "torch adds a mask of any floats": [
-        "decode_step.memory_mask half", "decode_step.memory_key_padding_mask wrong dtype"],
     "a huge temperature only flattens": ["s*.temperature too large",
         "*cross_entropy.temperature too large", "linear_kl_div.temperature too large"],
     "every 64 bits seed torch's generator": ["sample.seed negative", "stream_tokens.seed negative"],

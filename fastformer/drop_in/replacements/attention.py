@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.cache.decoder import LayerCache
-from fastformer.cache.memory import MemoryCache
 from fastformer.checks import shape_of, wrong_shape
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.drop_in.replacements.base import (
@@ -83,10 +81,6 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         stream: that of a layer, which may take the bias of the output.
         """
         p = self.dropout if self.training else 0.0
-        if seen.cache is not None:
-            out = self._attend_cached(query, key, value, seen, p)
-            out = self._heads_last(out, query.dim() == 3)
-            return F.linear(out, self.out_proj.weight, self.out_proj.bias)
         projected = self._projected(query, key, value, seen.packing is not None)
         q, k, v = projected.parts()
         if seen.packing is not None:
@@ -104,29 +98,6 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             out = self._heads_last(out, query.dim() == 3)
         taken = stream is not None and stream.takes(self.out_proj.bias)
         return F.linear(out, self.out_proj.weight, None if taken else self.out_proj.bias)
-
-    def _attend_cached(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, p: float
-    ) -> Tensor:
-        """Return the attention output [N, H, L, D] over the keys in the cache.
-
-        Self-attention appends key and value to the cache first; cross-attention stores the memory's
-        key and value at the first call.
-        """
-        cache = seen.cache
-        assert cache is not None
-        kept = isinstance(cache, MemoryCache) and cache.filled
-        inputs = (query,) if kept else (query, key, value)
-        q, *new = (
-            self._heads_first(F.linear(x, w, b).unflatten(-1, (self.num_heads, self.head_dim)))
-            for x, w, b in zip(inputs, *self._projections())
-        )
-        if isinstance(cache, MemoryCache):
-            if not kept:
-                cache.fill(key, *new)
-            return cache.attend(q, seen.attn_mask, p, bias=seen.bias)
-        cache.append(*new)
-        return cache.attend(q, None, p)
 
     def _attend_with_weights(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility
@@ -264,12 +235,6 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             weights = self.in_proj_weight.split(sizes)
         return weights, [None] * len(sizes) if bias is None else bias.split(sizes)
 
-    def _heads_first(self, x: Tensor) -> Tensor:
-        """Return [N, H, L, D] from [N, L, H, D], [L, N, H, D] or [L, H, D]."""
-        if x.dim() == 3:
-            return x.transpose(0, 1).unsqueeze(0)
-        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
-
     def _heads_last(self, x: Tensor, batched: bool) -> Tensor:
         """Return [N, L, E], [L, N, E] or, if not batched, [L, E] from [N, H, L, D]."""
         if not batched:
@@ -306,7 +271,6 @@ class Visibility(NamedTuple):
     attn_mask: boolean, True for a visible key, or a `BlockMask`, and bias: added to the scores;
     both broadcast to [N, H, L, S]. packing: the `Packing` of a batch whose padding was dropped.
     padding: key_padding_mask [N, S], True for a masked key, if attn_mask holds only the padding.
-    cache: holds the keys of earlier positions, or the keys of the memory.
     """
 
     attn_mask: Any = None
@@ -314,7 +278,6 @@ class Visibility(NamedTuple):
     is_causal: bool = False
     packing: Packing | None = None
     padding: Tensor | None = None
-    cache: LayerCache | MemoryCache | None = None
 
 
 def _padding_of_scores(

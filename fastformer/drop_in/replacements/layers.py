@@ -49,8 +49,8 @@ class OnStream(Accelerated):
         """How many dropout seeds the module takes."""
         raise NotImplementedError
 
-    def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
-        """Return the module's output after `_through` has run. x: the module's input."""
+    def _stream_output(self, stream: ResidualStream) -> Tensor:
+        """Return the module's output after `_through` has run."""
         raise NotImplementedError
 
     def _forward_on_stream(
@@ -76,7 +76,7 @@ class OnStream(Accelerated):
         assert tensors[0] is not None
         stream = ResidualStream(tensors[0], seeds or Seeds(self._sites), self._sites - 1)
         self._through(stream, *context)
-        return self._stream_output(stream, tensors[0])
+        return self._stream_output(stream)
 
 
 class Layer(OnStream):
@@ -110,17 +110,8 @@ class Layer(OnStream):
         norms = (getattr(self, name) for name in names if name in self._modules)
         return unsupported_parameter(self.linear1, self.linear2, *norms)
 
-    def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
-        out = stream.value()
-        if x.is_contiguous() or not self._keeps_order(out):
-            return out.contiguous()
-        return in_order_of(x, out)
-
-    def _keeps_order(self, out: Tensor) -> bool:
-        """Return whether torch's layer with output `out` keeps the memory order of its input. With
-        norm_first it does, because its output is a sum that begins with the input.
-        """
-        return self.norm_first
+    def _stream_output(self, stream: ResidualStream) -> Tensor:
+        return stream.value().contiguous()
 
     def _attention_sublayer(
         self,
@@ -132,7 +123,7 @@ class Layer(OnStream):
     ) -> Callable[[Tensor], Tensor]:
         """Return the function x -> attention(x, memory, memory), or self-attention if no memory."""
         attention = attention_of(self, name)
-        drops = attention.training and attention.dropout and visibility.cache is None
+        drops = attention.training and attention.dropout
         seed = stream.seeds.of(site, stream.x.device) if drops else None
 
         def attend(x: Tensor) -> Tensor:
@@ -149,16 +140,6 @@ class Layer(OnStream):
         parts = self.linear1, op_activation(self.activation), self.dropout, self.linear2
         seed = stream.seed(site, self.dropout)
         return lambda x: apply_feed_forward(x, *parts, seed, stream)
-
-
-def in_order_of(x: Tensor, out: Tensor) -> Tensor:
-    """Return out, which has the shape of x, with its dimensions in the memory order of x. An
-    expanded x (stride 0) has no such order; then return a contiguous tensor.
-    """
-    if 0 in x.stride():
-        return out.contiguous()
-    order = sorted(range(x.dim()), key=lambda i: x.stride(i), reverse=True)
-    return out.permute(order).contiguous().movedim(tuple(range(x.dim())), order)
 
 
 def attention_of(layer: Layer, name: str) -> FusedMultiheadAttention:
@@ -198,25 +179,13 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             lambda: (encoder_visibility(self, src, masks, is_causal, names),),
         )
 
-    def _keeps_order(self, out: Tensor) -> bool:
-        # The op that torch uses for a full layer without gradients returns a contiguous output.
-        return super()._keeps_order(out) and (
-            self.training
-            or out.requires_grad
-            or out.dim() != 3
-            or not self.self_attn.batch_first
-            or autocast_dtype(out) is not None
-            or not torch.backends.mha.get_fastpath_enabled()
-            or self._one_op_arguments(out.dtype) is None
-        )
-
     def _through(self, stream: ResidualStream, visibility: Visibility) -> None:
-        if not self.training and _allows_one_op(stream, visibility):
-            arguments = self._one_op_arguments(stream.x.dtype)
-            hidden = visibility.padding
-            if arguments is not None and (hidden is None or not hidden.all(1).any()):
-                self._run_as_one_op(stream, arguments, hidden)
-                return
+        if not self.training and _is_left_to_torch(stream.x, visibility) and self._is_plain():
+            why = "without gradients, on a CPU, torch has the layer as one op"
+            record_torch(type(self).__name__, why)
+            with torch._C.DisableTorchFunction():  # else torch runs no such op within `explain`
+                stream.x = self._original.forward(self, stream.value(), None, visibility.padding)
+            return
         attend = self._attention_sublayer(stream, 0, "self_attn", visibility)
         feed_forward = self._feed_forward_sublayer(stream, 2)
         with ops_of(self):
@@ -224,80 +193,43 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             stream.add_sublayer(attend, self.norm1, self.dropout1, first, 1)
             stream.add_sublayer(feed_forward, self.norm2, self.dropout2, first, 3)
 
-    def _run_as_one_op(
-        self, stream: ResidualStream, arguments: tuple[Any, ...], padding: Tensor | None
-    ) -> None:
-        """Run torch's op for a full layer, which has less overhead around its GEMMs on a CPU.
-
-        At inference, without a mask or with padding [N, S] that leaves each query a key, it
-        computes the same as the layer's submodules.
+    def _is_plain(self) -> bool:
+        """Return whether torch's op for a full layer, which reads nothing but parameters, computes
+        what the submodules do.
         """
-        x = stream.x  # [N, L, E], [L, N, E] or [L, E]
-        batched, turned = x.dim() == 3, x.dim() == 3 and not self.self_attn.batch_first
-        x = x.transpose(0, 1) if turned else x if batched else x.unsqueeze(0)
-        mask = () if padding is None else (padding, 1)
-        layer: Callable[..., Tensor] = torch._transformer_encoder_layer_fwd
-        x = layer(x, *arguments, *mask)
-        stream.x = x.transpose(0, 1) if turned else x if batched else x.squeeze(0)
-        why = "without gradients, on a CPU, torch has the layer as one op"
-        record_torch(type(self).__name__, why)
-
-    def _one_op_arguments(self, dtype: torch.dtype) -> tuple[Any, ...] | None:
-        """Return the arguments after x of torch's op for a full layer. Return None if the op does
-        not compute the same as the submodules, or does not support their parameters.
-        """
-        attention, activation = attention_of(self, "self_attn"), op_activation(self.activation)
-        norm1, norm2, linear1, linear2 = self.norm1, self.norm2, self.linear1, self.linear2
+        attention, norms = attention_of(self, "self_attn"), (self.norm1, self.norm2)
         dropouts = (self.dropout, self.dropout1, self.dropout2)
-        standard = (
-            isinstance(norm1, FusedLayerNorm)
-            and isinstance(norm2, FusedLayerNorm)
-            and norm1.eps == norm2.eps
-            and type(linear1) is type(linear2) is nn.Linear
-            and activation in ("relu", "gelu")
-            and attention.num_heads % 2 == 0
+        linears = (self.linear1, self.linear2)
+        return (
+            attention.batch_first
             and not attention._appends_keys()
-            and is_unmodified(norm1, norm2, linear1, linear2, *dropouts)
+            and all(isinstance(norm, FusedLayerNorm) for norm in norms)
+            and all(type(linear) is nn.Linear for linear in linears)
+            and all(type(x) is nn.Dropout and not x.training for x in dropouts)
+            and is_unmodified(*norms, *linears, *dropouts)
+            and op_activation(self.activation) in ("relu", "gelu")
         )
-        if not standard:
-            return None
-        for dropout in dropouts:
-            if type(dropout) is not nn.Dropout or dropout.training:
-                return None
-        parameters = layer_parameters(self)
-        for parameter in parameters:
-            if parameter is None or parameter.dtype != dtype:
-                return None
-        sizes = (attention.embed_dim, attention.num_heads)
-        form = (activation == "gelu", self.norm_first, norm1.eps)
-        return *sizes, *parameters[:4], *form, *parameters[4:]
 
 
-def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
-    """Return whether torch's op for a full layer can run such a call: no mask but padding."""
-    x = stream.x
+def _is_left_to_torch(x: Tensor, visibility: Visibility) -> bool:
+    """Return whether torch's own layer runs such a call, as one op: without gradients, on a CPU,
+    and with no mask but padding that leaves each query a key.
+    """
+    mask, bias, is_causal, packing, padding = visibility
     return not (
         x.device.type != "cpu"
         or torch.is_grad_enabled()
         or backends.current_backend() == "triton"
         or not eager(x)
-        or not x.numel()
-        or stream.pending is not None
+        or x.dim() != 3
         or autocast_dtype(x) is not None
         or not torch.backends.mha.get_fastpath_enabled()
-        or visibility.is_causal
-        or visibility.bias is not None
-        or visibility.packing is not None
-        or (visibility.attn_mask is not None and visibility.padding is None)
+        or is_causal
+        or bias is not None
+        or packing is not None
+        or (padding is None and mask is not None)
+        or (padding is not None and padding.all(1).any())
     )
-
-
-def layer_parameters(layer: nn.TransformerEncoderLayer) -> list[Tensor | None]:
-    """Return all parameters, in the order of torch's op for a full layer."""
-    attention = layer.self_attn
-    parts = attention.out_proj, layer.norm1, layer.norm2, layer.linear1, layer.linear2
-    pairs = (pair for part in parts for pair in (part.weight, part.bias))
-    return [attention.in_proj_weight, attention.in_proj_bias, *pairs]
 
 
 def encoder_visibility(

@@ -13,13 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import (
-    require_device,
-    require_instance,
-    require_tensor,
-    wrong_shape,
-)
+from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
     Accelerated,
@@ -35,11 +29,8 @@ from fastformer.drop_in.replacements.layers import (
     attention_of,
     decoder_context,
     encoder_visibility,
-    in_order_of,
-    layer_parameters,
 )
 from fastformer.eager import eager
-from fastformer.nn.base import require_linear_input
 from fastformer.nn.padding import Packing, packing_of, pad, unpad
 from fastformer.nn.seeds import Seeds
 from fastformer.nn.stream import ResidualStream, is_unmodified
@@ -84,13 +75,10 @@ class Stack(OnStream):
             layer._through(stream, *context)
             stream.seeds = stream.seeds.after(layer._sites)
 
-    def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
+    def _stream_output(self, stream: ResidualStream) -> Tensor:
         with ops_of(self):
             out = stream.value() if self.norm is None else stream.normalize(self.norm)
-        if x.is_contiguous() or self.norm is not None:
-            return out.contiguous()
-        keeps_order = all(layer._keeps_order(out) for layer in self.layers)
-        return in_order_of(x, out) if keeps_order else out.contiguous()
+        return out.contiguous()
 
 
 def _mask_form(layer: Layer, name: str) -> tuple[object, ...]:
@@ -163,7 +151,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         if hidden is not None and not _unseen:
             hidden = self._batch_as_given(hidden).unsqueeze(-1)
             stream.x = stream.value().masked_fill(hidden, 0.0)
-        return self._stream_output(stream, src)
+        return self._stream_output(stream)
 
     def _forward_packed(
         self, src: Tensor, packing: Packing, is_causal: bool, seeds: Seeds
@@ -174,7 +162,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         self._through(stream, Visibility(is_causal=is_causal, packing=packing))
         x = pad(stream.value(), packing)  # [N, S, E], zeros at the padding
         stream.x = self._batch_as_given(x)
-        return self._stream_output(stream, src)
+        return self._stream_output(stream)
 
     def _batch_as_given(self, x: Tensor) -> Tensor:
         """Convert between [N, S, ..] and the caller's order: transpose unless batch_first."""
@@ -193,17 +181,14 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         so, its layers return zeros at the padding. hidden: [N, S], True at the padding.
         """
         first = self.layers[0]
-        assert isinstance(first, FusedTransformerEncoderLayer)
         if first.training or src.dim() != 3 or mask is not None:
             return False
         if not getattr(self, "use_nested_tensor", False):  # an old pickle lacks the attribute
             return False
         if not torch.backends.mha.get_fastpath_enabled() or torch.is_autocast_enabled():
             return False
-        if torch.is_grad_enabled():
-            parameters = [w for w in layer_parameters(first) if w is not None]
-            if any(x.requires_grad for x in (src, *parameters)):
-                return False
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (src, *first.parameters())):
+            return False
         if not getattr(self, "mask_check", True):
             return True
         return _may_decide(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
@@ -247,95 +232,6 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
 
         hints = (tgt_is_causal, memory_is_causal)
         return self._forward_on_stream((tgt, memory, *masks), hints, read_masks, _seeds)
-
-
-def decode_step(
-    decoder: nn.TransformerDecoder,
-    tgt: Tensor,
-    memory: Tensor | None,
-    cache: DecoderCache,
-    *,
-    memory_mask: Tensor | None = None,
-    memory_key_padding_mask: Tensor | None = None,
-) -> Tensor:
-    """Compute the output of an accelerated decoder for the tokens after the cached ones.
-
-    The result equals the last n positions of `decoder` on the full sequence under a causal mask.
-    The keys and values of tgt are appended to the cache; the keys and values of the memory are
-    projected once, at the first step.
-
-    Args:
-        decoder: an nn.TransformerDecoder that `accelerate` has replaced, for example the
-            `model.decoder` of an nn.Transformer.
-        tgt: [N, n, E], or [n, N, E] if batch_first is False: the embedded tokens. The first of them
-            has the position `cache.longest`.
-        memory: [N, S, E] or [S, N, E]: the same tensor at each step, or None after the first step.
-        cache: holds up to `cache.capacity` positions; pass a new or reset one for a new batch.
-        memory_mask: [n, S] or [N H, n, S], and memory_key_padding_mask: [N, S], both as in the
-            decoder's forward.
-
-    Returns:
-        The output, with the shape of tgt.
-
-    Raises:
-        ValueError: the shapes do not match, the memory is not that of the first step, or the cache
-            is full; the keys require a gradient, outside of torch.no_grad().
-        TypeError: the decoder was not replaced, a dtype does not match, or the cache is not a
-            `DecoderCache`.
-        RuntimeError: the ops cannot run the decoder; the message has the reason.
-
-    Source: Shazeer 2019, "Fast Transformer Decoding: One Write-Head is All You Need", section 2.4.
-    """
-    expected = "an nn.TransformerDecoder that fastformer.accelerate has replaced"
-    require_instance("decoder", decoder, FusedTransformerDecoder, expected)
-    assert isinstance(decoder, FusedTransformerDecoder)
-    require_instance("cache", cache, DecoderCache, "a DecoderCache")
-    _require_step(decoder.layers[0], tgt, memory, memory_mask, memory_key_padding_mask)
-    reason = unsupported_tensor(tgt, memory, memory_mask, memory_key_padding_mask)
-    reason = reason or decoder._unsupported_reason()
-    layers = decoder.layers
-    if reason is None and attention_of(layers[0], "self_attn")._appends_keys():
-        reason = "self_attn appends keys (add_bias_kv, add_zero_attn)"
-    if reason is not None:
-        raise RuntimeError(f"decoder cannot take a cache: {reason}")
-    kept = cache.layer(0).memory
-    if kept.filled:
-        kept.require_memory("memory", memory)
-        shape = list(tgt.shape)  # that of a memory as long as the kept one
-        batch_first = attention_of(layers[0], "multihead_attn").batch_first
-        shape[1 if tgt.dim() == 3 and batch_first else 0] = kept.longest
-        memory = tgt.new_zeros(()).expand(shape)
-    elif memory is None:
-        raise TypeError("memory is None at the first step; expected a tensor")
-    masks = (None, memory_mask, None, memory_key_padding_mask)
-    _, memory, seen = decoder_context(layers[0], tgt, memory, masks, (False, False))
-    stream = ResidualStream(tgt, Seeds(decoder._sites))
-    for i, layer in enumerate(layers):
-        own = cache.layer(i)
-        layer._through(stream, Visibility(cache=own), memory, seen._replace(cache=own.memory))
-    return decoder._stream_output(stream, tgt)
-
-
-def _require_step(
-    layer: Layer,
-    tgt: Tensor,
-    memory: Tensor | None,
-    memory_mask: Tensor | None,
-    memory_key_padding_mask: Tensor | None,
-) -> None:
-    masks = dict(memory_mask=memory_mask, memory_key_padding_mask=memory_key_padding_mask)
-    for name, x in dict(tgt=tgt, memory=memory, **masks).items():
-        if x is None and name != "tgt":
-            continue
-        require_tensor(name, x)
-        assert x is not None
-        if name not in masks:
-            if x.dim() not in (2, 3) or x.dim() != tgt.dim():
-                raise wrong_shape(
-                    name, x, "three dimensions, or two without a batch, as many as tgt"
-                )
-            require_linear_input(name, x, layer.linear1)
-        require_device(name, x, "tgt", tgt)
 
 
 class FusedTransformer(Accelerated, nn.Transformer):

@@ -75,7 +75,7 @@ def accelerate(
     - Dropout draws its own mask.
     - is_causal=True is trusted: the mask is not compared with a causal one.
     - Arguments that torch rejects raise a ValueError or a TypeError, where torch may raise others.
-    - An output is contiguous where torch returns a transposed view.
+    - An output is contiguous; torch's may be a transposed view.
     - A layer whose submodules have hooks calls them one by one; a hook on all modules
       (torch.nn.modules.module.register_module_forward_hook) does not see those that an op runs.
     - A loss of Hugging Face's models, their norms and gates round once, where theirs may round

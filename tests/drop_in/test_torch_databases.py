@@ -422,8 +422,8 @@ MEANT = {
     ),
     "contiguous": Meant(
         "an output is contiguous where torch's, outside of its fast path with batch_first, is a "
-        "transposed view",
-        ("nn.MultiheadAttention", ODD),
+        "transposed view, or has the order of an input that is one",
+        ("nn.MultiheadAttention", "nn.TransformerDecoderLayer", "nn.TransformerDecoder", ODD),
         lambda call, kind: kind == "output contiguous",
     ),
     "error types": Meant(

@@ -218,7 +218,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         return Projected(found, self.num_heads, order)
 
     def _projections(
-        self, counts: Sequence[int] = (1, 1, 1)
+        self, counts: Sequence[int]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Return the weights and the biases of the projections of query, key and value.
 

@@ -205,6 +205,7 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             and not attention._appends_keys()
             and all(isinstance(norm, FusedLayerNorm) for norm in norms)
             and all(type(linear) is nn.Linear for linear in linears)
+            and all(x.bias is not None for x in (*norms, *linears))  # torch raises an error
             and all(type(x) is nn.Dropout and not x.training for x in dropouts)
             and is_unmodified(*norms, *linears, *dropouts)
             and op_activation(self.activation) in ("relu", "gelu")

@@ -175,8 +175,6 @@ def packed_attention(draw):
     return tensors, options
 
 
-
-
 def norm(draw, *names):
     n = draw.size(most=40) + 3
     tensors = {"input": draw.normal(*draw.lead(), n, scale=draw.one(0.1, 3.0))}

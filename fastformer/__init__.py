@@ -150,3 +150,22 @@ __all__ = [
     "unpad",
     "use_backend",
 ]
+
+# What was removed before the first release, and what to use instead.
+GONE = {
+    "PagedKVCache": "KVCache, whose buffers are contiguous",
+    "RowShard": "torch.distributed.tensor.parallel, see docs/parallel.md",
+    "Shard": "torch.distributed.tensor.parallel, see docs/parallel.md",
+    "context_parallel": "torch.distributed.tensor.experimental.context_parallel around torch's own op",
+    "decode_step": "the decoder on all tokens so far, or the decoding of make_model and make_decoder",
+    "paged_attention": "scaled_dot_product_attention with key_lengths, on keys and values in one piece",
+    "parallelize": "torch.distributed.tensor.parallel.parallelize_module, see docs/parallel.md",
+    "require_same_ranks": "torch.manual_seed with the same seed in all processes",
+    "sequences_from": "a seed of its own in each process, torch.manual_seed(seed + rank)",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in GONE:
+        raise AttributeError(f"fastformer.{name} is gone; use {GONE[name]}")
+    raise AttributeError(f"module 'fastformer' has no attribute {name!r}")

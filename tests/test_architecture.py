@@ -21,7 +21,6 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"training"},
-    {"distributed"},
     {"decoding", "drop_in", "tuning"},
     {"nn"},
     {"cache"},

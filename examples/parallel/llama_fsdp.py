@@ -58,7 +58,6 @@ def main():
 
     model = build(device)
     tokens = torch.randint(0, 100, (BATCH, LENGTH), device=device)
-    ff.require_same_ranks(model)  # one seed, one torch, one model: else each rank says what differs
     alone = train(build(device), tokens)
 
     for layer in model.model.layers:

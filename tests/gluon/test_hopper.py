@@ -344,7 +344,7 @@ def test_explain_says_why_a_call_does_not_take_it():
         call = Attention(**given | dict(scale=scale))
         here = dict(architecture=lambda device, arch=arch: arch)
         with replaced(plan, **here):
-            assert launchers.describe(x, call, x, x) == words
+            assert launchers.describe(x, x, x, call) == words
 
 
 def test_which_rows_a_call_may_take():

@@ -329,12 +329,12 @@ def test_explain_says_why_a_call_does_not_take_it():
     ):
         call, query = Attention(**given | options), x.clone().requires_grad_(gradient)
         with replaced(plan, architecture=lambda device, arch=arch: arch):
-            found = launchers.describe(query, call, x[:, :1], x[:, :1])
+            found = launchers.describe(query, x[:, :1], x[:, :1], call)
             assert (found or "").removeprefix("the mask is bounded, ") == (words or "")
     wide = torch.empty(1, 2, 640, 256).half().requires_grad_()
     with replaced(plan, architecture=lambda device: "sm_90"):
         for options, name in ({}, "dK and dV"), (dict(softcap=1.0, **masks), "dQ and dK and dV"):
-            found = launchers.describe(wide, Attention(**given | options), wide, wide)
+            found = launchers.describe(wide, wide, wide, Attention(**given | options))
             why = "head dim and options take more registers or shared memory than there are"
             assert found == f"not {name} for Hopper: {why}"
 

@@ -229,9 +229,9 @@ def test_wide_hidden_rows(device, monkeypatch, width, wide):
         shapes = (300, 8), (halves * width, 8), (8, width)
         x, w, w_2 = (torch.empty(n, device="meta") for n in shapes)
         arguments = (x, w, None, w_2, None, *("gelu",) * (halves == 1))
-        out, saved = getattr(kernels, name + "forward")(*arguments, 0.0, None, None)
+        out, saved = getattr(kernels, name + "forward")(*arguments, 0.0, None)
         needs = [True, True, False, True, False]
-        getattr(kernels, name + "backward")(out, *arguments, 0.0, None, None, saved, needs)
+        getattr(kernels, name + "backward")(out, *arguments, 0.0, None, saved, needs)
     rows = kernels.configuration("sm_90", torch.float32).rows
     assert flags == [width * rows >= 2**31, wide, wide, wide]
 

@@ -410,8 +410,8 @@ def test_gradients_that_nobody_takes_are_not_made(device, monkeypatch, op, expec
     given = {
         "": (x, x, [6], row, row, 1e-5, False, ones, ones, [True] * 3),
         "rms_": (x, x, [6], row, 1e-5, ones, [True] * 2),
-        "add_": (x, None, row, row, 0.0, 1e-5, False, None, None, row, x, ones, ones, [True] * 5),
-        "add_rms_": (x, None, row, 0.0, 1e-5, None, None, row, x, ones, [True] * 4),
+        "add_": (x, None, row, row, 0.0, 1e-5, False, None, row, x, ones, ones, [True] * 5),
+        "add_rms_": (x, None, row, 0.0, 1e-5, None, row, x, ones, [True] * 4),
     }[op]
     with Made() as made:
         getattr(norm, op + "backward")(*given)

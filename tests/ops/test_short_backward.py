@@ -388,7 +388,7 @@ def test_explain_names_the_kernel(device):
             patch.setattr(plan, "architecture", lambda device: arch)
             patch.setattr(short_backward, "processors", lambda device: 128)
             launch.plans.clear()
-            return launchers.describe(x[0], call, *x[1:]) or ""
+            return launchers.describe(*x, call) or ""
 
     one = "the backward is one kernel, "
     assert explained() == explained(s=100) == one + "tiny"

@@ -254,7 +254,7 @@ def test_norms_past_int32(last_program, random, monkeypatch, wide):
         monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(16, 512, 4))
     monkeypatch.setattr(norm, "PARTIAL_SUMS", MANY)
     x, residual, dy, ds, w, b = (random(FEATURES) for _ in range(6))
-    options = w, b, 0.0, 1e-5, False, None, None, None
+    options = w, b, 0.0, 1e-5, False, None, None
 
     def run(rows):
         given, residuals, *grads = (t.expand(rows, FEATURES) for t in (x, residual, dy, ds))
@@ -276,7 +276,7 @@ def test_embed_past_int32(last_program, random, monkeypatch):
 
     def run(rows):
         options = torch.ones(rows, dtype=torch.int64), w, position.expand(rows, FEATURES)
-        options = *options, 0.0, 2.0, None, None, None
+        options = *options, 0.0, 2.0, None, None
         embedding.backward(dy.expand(rows, FEATURES), *options, [True, False])
         return embedding.forward(*options), found.pop()
 
@@ -311,8 +311,8 @@ def test_feed_forward_past_int32(last_program, random):
         return y
 
     def run(rows):
-        hidden = fed.forward(x.expand(rows, 4), w, b, nothing, None, "relu", 0.0, None, None)[1]
-        results, size, dropout = [hidden], fed.Size(rows, FEATURES), (0.0, None, None)
+        hidden = fed.forward(x.expand(rows, 4), w, b, nothing, None, "relu", 0.0, None)[1]
+        results, size, dropout = [hidden], fed.Size(rows, FEATURES), (0.0, None)
         dh, saved = in_the_end(rows), in_the_end(rows)
         dz, h = torch.empty_like(saved), torch.empty_like(dh)
         fed._elementwise(fed._hidden_backward, size, (dh, saved, dz, h), "silu", dropout)

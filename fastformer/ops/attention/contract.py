@@ -392,7 +392,6 @@ def attention_weights(
         checked_softcap(softcap),
         checked_sinks(sinks, query),
         None,
-        None,
         *blocks,
     )
     return reference.attention_weights(query, key, attention, rows, heads)

@@ -156,7 +156,7 @@ GONE = {
     "PagedKVCache": "KVCache, whose buffers are contiguous",
     "RowShard": "torch.distributed.tensor.parallel, see docs/parallel.md",
     "Shard": "torch.distributed.tensor.parallel, see docs/parallel.md",
-    "context_parallel": "context_parallel of torch.distributed.tensor.experimental, with torch's own op",
+    "context_parallel": "torch.distributed.tensor.experimental.context_parallel",
     "decode_step": "the decoder on all tokens so far, or greedy_decode of a make_model",
     "paged_attention": "scaled_dot_product_attention with key_lengths",
     "parallelize": "torch.distributed.tensor.parallel.parallelize_module, see docs/parallel.md",

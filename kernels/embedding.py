@@ -46,7 +46,7 @@ from .registration import register
 from .tuned import TuningKey, choose, flags, named
 
 
-class Tiles(NamedTuple):
+class EmbeddingTiles(NamedTuple):
     """The rows and columns that a program owns, and its warps."""
 
     rows: int
@@ -54,17 +54,17 @@ class Tiles(NamedTuple):
     warps: int = 4
 
 
-def configuration(n: int, arch: str) -> Tiles:
+def configuration(n: int, arch: str) -> EmbeddingTiles:
     """Choose the tiles for N features."""
     block = max(16, min(next_power_of_2(n), 1024))
-    return Tiles(64 if arch == "interpreter" else max(1, 2048 // block), block)
+    return EmbeddingTiles(64 if arch == "interpreter" else max(1, 2048 // block), block)
 
 
-def others(n: int) -> list[Tiles]:
+def others(n: int) -> list[EmbeddingTiles]:
     """Return the tiles that a measurement may choose for N features: 1024 to 8192 elements each."""
     widest = max(16, next_power_of_2(n))
     return [
-        Tiles(rows, block, warps)
+        EmbeddingTiles(rows, block, warps)
         for block in dict.fromkeys(min(widest, most) for most in (256, 1024, 4096))
         for rows in (1, 2, 4, 8, 16, 32, 64)
         for warps in (2, 4, 8)
@@ -75,7 +75,7 @@ def others(n: int) -> list[Tiles]:
 # ----------------------------------------------------------------------------------------- kernels
 
 
-class Strides(NamedTuple):
+class EmbeddingStrides(NamedTuple):
     """The row strides of the tables."""
 
     weight: Any
@@ -91,7 +91,7 @@ class Size(NamedTuple):
     V: Any
 
 
-class Case(NamedTuple):
+class EmbeddingCase(NamedTuple):
     """What a kernel is compiled for."""
 
     positional: Any
@@ -151,7 +151,7 @@ def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, cas
 
 def _launch(kernel: Any, size: Any, x: Tensor, dropout_p: float, positional: bool, **more: Any):
     """Make the launch of either kernel."""
-    case = Case(positional, dropout_p > 0, triton_dtype(accumulator(x)))
+    case = EmbeddingCase(positional, dropout_p > 0, triton_dtype(accumulator(x)))
     name = f"{named(x.dtype, rows=size.M, features=size.N)} {flags(case, 'acc')}".strip()
     shipped = configuration(size.N, architecture(x.device))
     op, options = f"embed {kernel.fn.__name__.strip('_')}", functools.partial(others, size.N)
@@ -186,7 +186,7 @@ def forward(tokens, weight, positional, dropout_p, scale, padding_idx, dropout_s
         p = None if positional is None else unit_stride(positional)
         if flat is not tokens or table is not weight or p is not positional:
             return forward(flat, table, p, dropout_p, scale, padding_idx, dropout_seed)
-        strides = Strides(weight.stride(0), (weight if p is None else p).stride(0))
+        strides = EmbeddingStrides(weight.stride(0), (weight if p is None else p).stride(0))
         size = Size(tokens.numel(), weight.shape[1], tokens.shape[-1], weight.shape[0])
         more = dict(strides=strides, scale=scale)
         launch = _launch(_forward, size, weight, dropout_p, p is not None, **more)

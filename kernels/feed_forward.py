@@ -66,9 +66,9 @@ from .launch import (
 from .products import (
     CONFIGURATIONS,
     GROUP_ROWS,
+    ProductStrides,
+    ProductTiles,
     Sizes,
-    Strides,
-    Tiles,
     configuration,
     linear,
     matmul,
@@ -105,11 +105,11 @@ ELEMENTWISE = Tile(256, 256) if INTERPRETED else Tile(32, 128)
 ELEMENTWISE_OPTIONS = [Tile(*x) for x in ((16, 128), (32, 128), (64, 128), (16, 256), (32, 256))]
 
 
-def ways(dtype: torch.dtype, relu_alone: bool) -> list[Tiles | str]:
+def ways(dtype: torch.dtype, relu_alone: bool) -> list[ProductTiles | str]:
     """Return what a measurement may choose: the tiles of every architecture, with their own number
     of stages, three and four; and the ways without the kernel. `relu_alone`: h is relu(z).
     """
-    found: dict[Tiles | str, None] = {}
+    found: dict[ProductTiles | str, None] = {}
     for rows in CONFIGURATIONS.values():
         row = rows[dtype == torch.float32]
         found.update((row._replace(stages=n), None) for n in (row.stages, 3, 4))
@@ -194,7 +194,7 @@ def _form(alpha: float = 1.0, limit: float | None = None, offset: float = 0.0) -
     return GateForm(alpha, limit or 0.0, offset)
 
 
-class Case(NamedTuple):
+class ElementwiseCase(NamedTuple):
     """What an elementwise kernel is compiled for, with the fields of `HiddenCase` and `GateForm`.
     `hidden`: the backward of a gated layer computes h as well.
     """
@@ -409,7 +409,8 @@ def _elementwise(
         tuning_key = TuningKey(name, case, ELEMENTWISE, ELEMENTWISE_OPTIONS.copy)
         tile = choose(x.device, tuning_key)
         wide = tile.rows * max(size.N, *(strides or (0,))) >= 2**31
-        compiled = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)), hidden, *form)
+        sums = triton_dtype(accumulator(x))
+        compiled = ElementwiseCase(_KINDS[kind], p > 0, wide, sums, hidden, *form)
         given = {} if strides is None else dict(strides=strides)
         arguments = dict(
             dropout=dropout_arguments(p),
@@ -451,7 +452,7 @@ class _First:
         if isinstance(self.way, str):
             return
         tiles = self.way
-        strides = Strides(0, input.view(rows, features).stride(0), 1, 0, 1, w_1.stride(0))
+        strides = ProductStrides(0, input.view(rows, features).stride(0), 1, 0, 1, w_1.stride(0))
         span = max(tiles.rows * strides.x_row, tiles.columns * strides.w_column) + features
         case = case._replace(
             even=features % tiles.features == 0, wide=max(span, tiles.rows * width) >= 2**31

@@ -36,7 +36,7 @@ from .launch import (
 )
 
 
-class Tiles(NamedTuple):
+class ProductTiles(NamedTuple):
     """The rows, columns and features of a tile, its warps, and its stages."""
 
     rows: int
@@ -48,18 +48,18 @@ class Tiles(NamedTuple):
 
 # By architecture: tiles for 16-bit inputs and for float32. benchmarks/proof/compile_gate.py prints
 # the registers and spills of each.
-CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
-    "sm_90": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
-    "sm_100": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
-    "sm_80": (Tiles(128, 128, 32, 8, 3), Tiles(64, 64, 32, 4, 3)),
-    "sm_86": (Tiles(128, 128, 32, 8, 3), Tiles(64, 64, 32, 4, 2)),
-    "interpreter": (Tiles(256, 256, 256, 4, 1), Tiles(256, 256, 256, 4, 1)),
-    "other": (Tiles(64, 64, 32, 4, 2), Tiles(64, 64, 16, 4, 1)),
+CONFIGURATIONS: dict[str, tuple[ProductTiles, ProductTiles]] = {
+    "sm_90": (ProductTiles(128, 128, 64, 8, 3), ProductTiles(64, 64, 32, 4, 3)),
+    "sm_100": (ProductTiles(128, 128, 64, 8, 3), ProductTiles(64, 64, 32, 4, 3)),
+    "sm_80": (ProductTiles(128, 128, 32, 8, 3), ProductTiles(64, 64, 32, 4, 3)),
+    "sm_86": (ProductTiles(128, 128, 32, 8, 3), ProductTiles(64, 64, 32, 4, 2)),
+    "interpreter": (ProductTiles(256, 256, 256, 4, 1), ProductTiles(256, 256, 256, 4, 1)),
+    "other": (ProductTiles(64, 64, 32, 4, 2), ProductTiles(64, 64, 16, 4, 1)),
 }
 GROUP_ROWS = 8  # row blocks that share the columns of w in the L2 cache
 
 
-def configuration(arch: str, dtype: torch.dtype) -> Tiles:
+def configuration(arch: str, dtype: torch.dtype) -> ProductTiles:
     """Choose the tiles of a GEMM by architecture and dtype."""
     return CONFIGURATIONS[arch][dtype == torch.float32]
 
@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
     K: Any
 
 
-class Strides(NamedTuple):
+class ProductStrides(NamedTuple):
     """The strides of x [B, M, K] and of w [B, K, N]."""
 
     x_batch: Any
@@ -83,7 +83,7 @@ class Strides(NamedTuple):
     w_column: Any
 
 
-class Case(NamedTuple):
+class ProductCase(NamedTuple):
     """What the kernel is compiled for. `even`: the features are a multiple of the tile's; `wide`:
     a tile may span more than 2^31 elements; `group`: how many row blocks share columns.
     """
@@ -172,10 +172,10 @@ def product(
             return y if out is None or y is out else out.copy_(y)
         arch = architecture(x.device)
         tiles, size = configuration(arch, x.dtype), Sizes(x.shape[-2], w.shape[-1], x.shape[-1])
-        strides = Strides(*(0, *x.stride())[-3:], *(0, *w.stride())[-3:])
+        strides = ProductStrides(*(0, *x.stride())[-3:], *(0, *w.stride())[-3:])
         reach = max(strides.x_feature, strides.w_feature) * size.K
         reach += max(tiles.rows * strides.x_row, tiles.columns * strides.w_column)
-        case = Case(
+        case = ProductCase(
             group=GROUP_ROWS,
             bias=bias is not None,
             even=size.K % tiles.features == 0,

@@ -53,7 +53,7 @@ MAX_HEAD_DIM = 4096
 PROGRAMS = 4  # for each multiprocessor, before a program takes a second head
 
 
-class Tiles(NamedTuple):
+class RotaryTiles(NamedTuple):
     """The rows of a program, which are tokens, the columns that hold the first and the second
     elements of pairs, those of the features that are not rotated (0: there are none), warps, and
     stages of the loop over heads.
@@ -66,19 +66,19 @@ class Tiles(NamedTuple):
     stages: int = 1
 
 
-def configuration(dim: int, rotary: int, arch: str) -> Tiles:
+def configuration(dim: int, rotary: int, arch: str) -> RotaryTiles:
     """Choose the tiles for D features, R of which are rotated."""
     half, rest = next_power_of_2(rotary // 2), next_power_of_2(dim - rotary) if dim > rotary else 0
     width = 2 * half + rest
     if arch == "interpreter":  # few programs: each interpreted operation has a fixed cost
-        return Tiles(64, half, rest)
+        return RotaryTiles(64, half, rest)
     # Two copies run ahead of the head that is computed: on sm_90, a multiprocessor then has 41 KB
     # of loads or more under way, and with one stage 16 to 37.
     rows = max(1, 2048 // next_power_of_2(width))
-    return Tiles(rows, half, rest, stages=3 if arch.startswith("sm_") else 1)
+    return RotaryTiles(rows, half, rest, stages=3 if arch.startswith("sm_") else 1)
 
 
-def others(tiles: Tiles) -> list[Tiles]:
+def others(tiles: RotaryTiles) -> list[RotaryTiles]:
     """Return the tiles that a measurement may choose: 1024 to 8192 elements each."""
     width = 2 * tiles.half + tiles.rest
     tokens = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if 1024 <= n * width <= 8192]
@@ -121,7 +121,7 @@ class Steps(NamedTuple):
     token: Any
 
 
-class Strides(NamedTuple):
+class RotaryStrides(NamedTuple):
     """Of the query or the key: `Steps` of each tensor [B, H, S, D] of its group, in order."""
 
     first: Any
@@ -148,7 +148,7 @@ class Size(NamedTuple):
     heads: Any
 
 
-class Case(NamedTuple):
+class RotaryCase(NamedTuple):
     """What a kernel is compiled for. A norm is 0 if there is none, 1, or 2 if its weight gets a
     gradient.
     """
@@ -175,7 +175,7 @@ class Place(NamedTuple):
     sin_b: Any
 
 
-class Span(NamedTuple):
+class HeadSpan(NamedTuple):
     """The heads `first` to `end - 1` of a program, and its number among those of the tensor."""
 
     first: Any
@@ -263,7 +263,7 @@ def _span(chunk, heads, per_program):
     first = chunk * per_program
     chunks = tl.cdiv(heads, per_program)
     end = tl.minimum(heads, first + per_program)
-    return Span(first, end, tl.program_id(0).to(tl.int64) * chunks + chunk)
+    return HeadSpan(first, end, tl.program_id(0).to(tl.int64) * chunks + chunk)
 
 
 @triton.jit
@@ -457,7 +457,7 @@ class _Plan:
         query: tuple[Tensor, ...],
         key: tuple[Tensor, ...],
         tables: tuple[Tensor, Tensor],
-        case: Case,
+        case: RotaryCase,
         eps: float,
         needs: tuple[bool, bool] = (True, True),
     ) -> None:
@@ -477,8 +477,8 @@ class _Plan:
         self.programs = tuple(blocks * n for n in chunks)
         table = [n for t in tables for n in (t.stride(0) if t.dim() == 3 else 0, t.stride(-2))]
         arguments = dict(
-            query_strides=Strides(*map(_steps, query)),
-            key_strides=Strides(*map(_steps, key)),
+            query_strides=RotaryStrides(*map(_steps, query)),
+            key_strides=RotaryStrides(*map(_steps, key)),
             table=Table(*table),
             size=Size(tokens, length, heads, groups, each),
             eps=eps,
@@ -489,10 +489,10 @@ class _Plan:
         self.launch = Launch(kernel, grid, arguments, tiles.warps, groups=own)
 
 
-def _case(x: Tensor, cos: Tensor, interleaved: bool, norms: Iterable[int]) -> Case:
+def _case(x: Tensor, cos: Tensor, interleaved: bool, norms: Iterable[int]) -> RotaryCase:
     query, key = norms
     dtype = triton_dtype(accumulator(x))
-    return Case(x.shape[-1], cos.shape[-1], interleaved, query, key, dtype)
+    return RotaryCase(x.shape[-1], cos.shape[-1], interleaved, query, key, dtype)
 
 
 def _empty(x: Tensor) -> Tensor:

@@ -246,7 +246,7 @@ def tiles(monkeypatch):
     from fastformer.kernels import launch
 
     def tiles(*blocks):
-        monkeypatch.setattr(plan, "configuration", lambda *_: plan.Tiles(*blocks, 4, 1))
+        monkeypatch.setattr(plan, "configuration", lambda *_: plan.AttentionTiles(*blocks, 4, 1))
         launch.plans.clear()
 
     yield tiles
@@ -273,18 +273,20 @@ def small_tiles():
             return given and given._replace(BM=BM, BN=BN if kernel == "scratch" else given.BN)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plan, "configuration", lambda *_: plan.Tiles(BM, BN, 4, 1))
+            patch.setattr(plan, "configuration", lambda *_: plan.AttentionTiles(BM, BN, 4, 1))
             patch.setattr(short_backward, "tiles", short_tiles)
-            patch.setitem(fed.CONFIGURATIONS, "interpreter", (fed.Tiles(16, 16, 16, 4, 1),) * 2)
+            patch.setitem(
+                fed.CONFIGURATIONS, "interpreter", (fed.ProductTiles(16, 16, 16, 4, 1),) * 2
+            )
             for module in (fed, products):
                 patch.setattr(module, "GROUP_ROWS", 2)  # three row blocks fill one and a half
             patch.setattr(fed, "ELEMENTWISE", fed.Tile(16, 16))
             patch.setattr(norm, "ONE_BLOCK", 16)
-            patch.setattr(norm, "configuration", lambda n, arch: norm.Tiles(2, 16, 4))
+            patch.setattr(norm, "configuration", lambda n, arch: norm.NormTiles(2, 16, 4))
             patch.setattr(norm, "PARTIAL_SUMS", 2)
-            patch.setattr(norm, "WIDE_WEIGHTS", norm.Tiles(2, 16, 4))
+            patch.setattr(norm, "WIDE_WEIGHTS", norm.NormTiles(2, 16, 4))
             patch.setattr(partial_sums, "TILE", partial_sums.Tile(1, 16))
-            patch.setattr(embedding, "configuration", lambda *_: embedding.Tiles(4, 16))
+            patch.setattr(embedding, "configuration", lambda *_: embedding.EmbeddingTiles(4, 16))
             own = rotary.configuration
             patch.setattr(rotary, "configuration", lambda *given: own(*given)._replace(rows=4))
             patch.setattr(rotary, "heads_of_a_program", lambda *_: 2)

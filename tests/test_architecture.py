@@ -226,3 +226,12 @@ def test_kernels_replace_no_fields():
             compiled = {ast.unparse(x).split("(")[0] for x in node.decorator_list}
             if compiled & {"triton.jit", "triton.constexpr_function"}:
                 assert "._replace" not in ast.unparse(node), f"{path}: {node.name}"
+
+
+def test_the_tuples_of_the_kernels_say_what_they_are_of():
+    """Not `Tiles` in five files: one name each."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "kernels").rglob("*.py")]
+    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    for kind in ("Case", "Tiles", "Strides", "Span"):
+        ours = [name for name in names if name.endswith(kind)]
+        assert len(ours) > 1 and len({*ours}) == len(ours), ours

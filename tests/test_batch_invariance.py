@@ -500,7 +500,7 @@ def test_tiles_do_not_depend_on_the_mask(kernels, random, monkeypatch):
 
     def configuration(kernel, *given):
         chosen.setdefault(kernel, set()).add(given)
-        return plan.Tiles(16, 16, 4, 1)
+        return plan.AttentionTiles(16, 16, 4, 1)
 
     monkeypatch.setattr(plan, "configuration", configuration)
     inputs, _ = _attention(random, 2, 2, 2, 40, 16, torch.float32)

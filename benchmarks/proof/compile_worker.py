@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from fastformer.kernels import embedding, feed_forward, launch, products, rotary, tuned
 from fastformer.kernels.attention import launchers as attention
-from fastformer.kernels.attention.configurations import Tiles
+from fastformer.kernels.attention.configurations import AttentionTiles
 from fastformer.kernels.cross_entropy import divergence
 from fastformer.kernels.cross_entropy import launchers as cross_entropy
 from fastformer.kernels.layer_norm import launchers as layer_norm
@@ -502,7 +502,7 @@ def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     started = processor_seconds()
     try:
         choices = case.get("choices", {}).items()
-        with tuned.forced({k: x if isinstance(x, str) else Tiles(*x) for k, x in choices}):
+        with tuned.forced({k: x if isinstance(x, str) else AttentionTiles(*x) for k, x in choices}):
             call(case, recorder)
     except Exception:
         return dict(error=traceback.format_exc())

@@ -33,7 +33,7 @@ import triton.language as tl
 from fastformer.description import Attention
 
 from ..launch import Launch, constants
-from .configurations import Tiles
+from .configurations import AttentionTiles
 from .scores import Features, OptionalInputs, in_base_2
 
 MOST_IN_KERNEL = tl.constexpr(512)
@@ -470,7 +470,7 @@ class BoundedLaunch:
         wide: whether offsets within a head need 64 bits.
     """
 
-    def __init__(self, kernel: str, tiles: Tiles, source: Source, wide: bool) -> None:
+    def __init__(self, kernel: str, tiles: AttentionTiles, source: Source, wide: bool) -> None:
         sizes, owns_keys = source.sizes, kernel == "dkdv"
         reading = Reading(
             rows=min(tiles.BM, triton.next_power_of_2(sizes.queries)),
@@ -502,7 +502,7 @@ class BoundedLaunch:
         )
 
     def strides(self) -> dict[str, int]:
-        """Return the fields of `Strides` for the bounds: 0 along a dimension of size 1."""
+        """Return the fields of `AttentionStrides` for the bounds: 0 along a dimension of size 1."""
         steps = torch.empty(self._shape, device="meta").stride()
         names = "bounds_batch", "bounds_head", "bounds_tile"
         return {name: step * (n > 1) for name, step, n in zip(names, steps, self._shape)}

@@ -9,7 +9,7 @@ import torch
 from ..launch import next_power_of_2
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """The configuration of a kernel, which works on BM queries x BN keys at a time."""
 
     BM: int
@@ -189,7 +189,7 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, ...]]] = {
     },
 }
 CONFIGURATIONS = {
-    (*key, arch): tuple(Tiles(*row) for row in rows)
+    (*key, arch): tuple(AttentionTiles(*row) for row in rows)
     for key, table in _TABLES.items()
     for names, rows in table.items()
     for arch in names.split()
@@ -209,7 +209,8 @@ _FULL: dict[tuple[str, int, str], dict[int, _Row]] = {
 }
 CONFIGURATIONS |= {
     (kernel + " full", bits, arch): tuple(
-        Tiles(*tiles.get(i, row)) for i, row in enumerate(CONFIGURATIONS[kernel, bits, arch])
+        AttentionTiles(*tiles.get(i, row))
+        for i, row in enumerate(CONFIGURATIONS[kernel, bits, arch])
     )
     for (kernel, bits, arch), tiles in _FULL.items()
 }
@@ -226,7 +227,7 @@ def widest_head(arch: str, dtype: torch.dtype) -> int:
     return 16 << min(len(_row(kernel, bits, arch)) for kernel in KERNELS)
 
 
-def _row(kernel: str, bits: int, arch: str) -> tuple[Tiles, ...]:
+def _row(kernel: str, bits: int, arch: str) -> tuple[AttentionTiles, ...]:
     arch = arch if (kernel, bits, arch) in CONFIGURATIONS else "other"
     return CONFIGURATIONS[kernel, bits, arch]
 
@@ -239,15 +240,15 @@ def configuration(
     q_length: int,
     k_length: int,
     full: bool,
-) -> Tiles:
+) -> AttentionTiles:
     """Choose the tiles of a kernel by architecture, dtype, padded head dim, lengths, and `full`:
     whether it reads a mask or a bias over queries and keys.
     """
     if arch == "interpreter":  # few programs, because each operation has a fixed cost
         BM, BN = (min(128, max(16, next_power_of_2(n))) for n in (q_length, k_length))
-        return Tiles(BM, BN, 4, 1)
+        return AttentionTiles(BM, BN, 4, 1)
     if kernel == "delta":  # 16 elements for each thread
-        return Tiles(2048 // head_block, 0, 4, 1)
+        return AttentionTiles(2048 // head_block, 0, 4, 1)
     bits = 32 if dtype == torch.float32 else 16
     row = _row(kernel, bits, arch)
     if full:
@@ -260,7 +261,7 @@ def configuration(
 # head dims up to 32, 64 and 128. Where a row is missing, the loops spill, as they do in float32, or
 # issue more than those of the separate kernels.
 SHORT = {
-    (kernel, arch): tuple(Tiles(*row) for row in rows)
+    (kernel, arch): tuple(AttentionTiles(*row) for row in rows)
     for kernel, archs, rows in (
         ("tiny", "sm_90", ((32, 128, 8, 3), (64, 128, 8, 3))),
         ("scratch", "sm_90", ((32, 128, 8, 3), (64, 128, 8, 3), (32, 128, 8, 2))),
@@ -295,7 +296,7 @@ def short_pays(
     return -(-pairs // processors) * group * rows * columns * factor <= dkdv + dq
 
 
-def in_block(tiles: Tiles, kernel: str, biased: bool, one_loop: bool) -> Tiles:
+def in_block(tiles: AttentionTiles, kernel: str, biased: bool, one_loop: bool) -> AttentionTiles:
     """Fit tiles to those of a block mask, 128 queries x 64 keys, of which they are a part.
 
     The warps of dK and dV become as few as their keys. Beside a bias of queries and keys, and
@@ -311,7 +312,7 @@ def in_block(tiles: Tiles, kernel: str, biased: bool, one_loop: bool) -> Tiles:
         warps = max(4, warps * 64 // BN)
     if kernel == "dkdv":
         BM = min(BM, 16 if one_loop else 32 if biased else BM)
-    return Tiles(min(BM, 128), min(BN, 64), warps, stages)
+    return AttentionTiles(min(BM, 128), min(BN, 64), warps, stages)
 
 
 def heads_of_section(heads: int, size: int, cache: int) -> int:
@@ -351,7 +352,9 @@ def bounds_pay(arch: str, scores: int, read: int, keys: int) -> bool:
     return 4 * read <= scores and scores >= 2**25
 
 
-def narrowed(tiles: Tiles, rows: int, keys: int, heads: int, processors: int) -> Tiles:
+def narrowed(
+    tiles: AttentionTiles, rows: int, keys: int, heads: int, processors: int
+) -> AttentionTiles:
     """Fit the tiles of the split-KV kernel to a call: no more rows than the call has, and few
     enough keys that each processor gets two programs, if possible. `heads` counts the heads that
     keys are loaded for.
@@ -380,10 +383,10 @@ def parts_of_keys(tiles: int, programs: int, processors: int) -> int:
 
 # Tiles that no table has: fewer passes over the queries, for more registers; and small ones for
 # short sequences, of which several programs fit on a multiprocessor, also with dropout.
-OTHERS = {("forward", 16): [Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3)]}
+OTHERS = {("forward", 16): [AttentionTiles(128, 128, 8, 2), AttentionTiles(64, 64, 4, 3)]}
 
 
-def rows(kernel: str, dtype: torch.dtype, head_block: int) -> list[Tiles]:
+def rows(kernel: str, dtype: torch.dtype, head_block: int) -> list[AttentionTiles]:
     """Return the tiles that a measurement may choose: those of every architecture at this head dim
     and at its neighbours, and OTHERS, each with its own number of stages, two and three.
     """

@@ -140,7 +140,9 @@ def forward(query, key, value, *rest):
     """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
     [B, H, Sq, 2] or [0]), whatever `return_lse` is.
     """
-    attention = _visiting(query, key, value, unpack(rest[:-1]))
+    attention = unpack(rest[:-1])
+    if attention.mask_spans is not None:
+        attention = _visiting(query, key, value, attention)
     return _run_forward(query, key, value, attention)
 
 
@@ -170,7 +172,9 @@ def backward(*arguments):
 def _gradients(grads, grad_output, grad_lse, query, key, value, *rest):
     *fields, output, lse, statistics, needs = rest
     saved = output, lse, statistics, tuple(needs)
-    attention = _visiting(query, key, value, unpack(fields))
+    attention = unpack(fields)
+    if attention.mask_spans is not None:
+        attention = _visiting(query, key, value, attention)
     return _run_backward(grads, grad_output, grad_lse, *saved, query, key, value, attention)
 
 
@@ -339,7 +343,8 @@ def describe(
     """Return which kernels a call takes, if its shape or a measurement decides that, or None."""
     if attention.cu_seqlens_q is not None:
         query, key, value = map(_heads_first, (query, key, value))
-    attention = _visiting(query, key, value, attention)
+    if attention.mask_spans is not None:
+        attention = _visiting(query, key, value, attention)
     plan = _forward_plan(query, key, value, attention)
     found = ["the keys are split over programs"] * isinstance(plan, DecodePlan)
     found += ["the mask is bounded"] * (plan.source is not None)

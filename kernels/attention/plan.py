@@ -42,7 +42,7 @@ from .backward import (
 from .bounds import BoundedLaunch, Source, bounds_source
 from .configurations import (
     DECODE_BOUNDS_PAY,
-    Tiles,
+    AttentionTiles,
     bounds_pay,
     configuration,
     heads_of_section,
@@ -55,6 +55,7 @@ from .decode import Split, merge_kernel, split_kernel
 from .forward import forward_kernel
 from .gluon import GluonRows, gluon_for, is_row, launch_of
 from .scores import (
+    AttentionStrides,
     BackwardInputs,
     Band,
     Factors,
@@ -63,7 +64,6 @@ from .scores import (
     OptionalInputs,
     RowStrides,
     Sizes,
-    Strides,
     Tile,
 )
 from .short_backward import (
@@ -157,7 +157,7 @@ def optional_inputs(query: Tensor, attention: Attention) -> tuple[Any, ...]:
 
 
 def _steps_of_lists(attention: Attention) -> tuple[int, ...]:
-    """Return the fields of `Strides` for a block mask: steps of its spans, entries of its lists."""
+    """Return what `AttentionStrides` has of a block mask: steps of spans, entries of lists."""
     spans, lists = attention.mask_spans, attention.mask_lists
     if spans is None or lists is None:
         return 0, 0, 0
@@ -253,7 +253,9 @@ class Plan:
         softcap = 1.0 if attention.softcap is None else attention.softcap
         lengths = self.q_length, self.k_length, q_rows, k_rows
         self.arguments: dict[str, Any] = dict(
-            strides=Strides(*rows, *strides[0], *strides[1], *slopes, *_steps_of_lists(attention)),
+            strides=AttentionStrides(
+                *rows, *strides[0], *strides[1], *slopes, *_steps_of_lists(attention)
+            ),
             sizes=Sizes(self.heads, group, *lengths, documents),
             band=Band(left, right),
             factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)),
@@ -286,7 +288,7 @@ class Plan:
         self,
         name: str,
         kernel: Any,
-        grid: Callable[[Tiles, Features], tuple[int, ...]],
+        grid: Callable[[AttentionTiles, Features], tuple[int, ...]],
         has: Features,
         **own: Any,
     ) -> Any:
@@ -367,12 +369,12 @@ class Plan:
         words = [named(self.dtype, self.tile.precision, **sizes), has]
         return " ".join(words + ["TMA"] * (self.gluon.obstacle is None))
 
-    def rows(self, tiles: Tiles, has: Features) -> tuple[int, ...]:
+    def rows(self, tiles: AttentionTiles, has: Features) -> tuple[int, ...]:
         """Return the grid if each program owns BM queries of a head."""
         blocks = triton.cdiv(self.q_length, tiles.BM)
         return self.grid(blocks, self.arguments["sizes"].group, self.k_length, has)
 
-    def columns(self, tiles: Tiles, has: Features) -> tuple[int, ...]:
+    def columns(self, tiles: AttentionTiles, has: Features) -> tuple[int, ...]:
         """Return the grid if each program owns BN keys of a key-value head."""
         blocks = triton.cdiv(self.k_length, tiles.BN)
         return self.grid(blocks, 1, self.q_length * self.arguments["sizes"].group, has)
@@ -471,7 +473,7 @@ class DecodePlan(Plan):
         )
         self.split, self.merge = self.launch["decode"], self.launch["merge"]
 
-    def tiles(self, kernel: str) -> Tiles:
+    def tiles(self, kernel: str) -> AttentionTiles:
         sizes = self.tile_rows, self.keys(), self.batch_heads
         return narrowed(super().tiles(kernel), *sizes, processors(self.device))
 
@@ -494,12 +496,12 @@ class DecodePlan(Plan):
         left, right = self.arguments["band"]
         return min(self.k_length, left + right + self.q_length)
 
-    def parts(self, tiles: Tiles) -> int:
+    def parts(self, tiles: AttentionTiles) -> int:
         """Return into how many parts the keys are divided."""
         count = triton.cdiv(self.keys(), tiles.BN) + (self.keys() < self.k_length)
         return parts_of_keys(count, self.blocks(tiles), processors(self.device))
 
-    def blocks(self, tiles: Tiles) -> int:
+    def blocks(self, tiles: AttentionTiles) -> int:
         """Return the number of row tiles."""
         return triton.cdiv(self.tile_rows, tiles.BM) * self.batch_heads
 
@@ -626,7 +628,7 @@ class BackwardPlan(Plan):
         strides = RowStrides(h * q * k * (b > 1), q * k * (h > 1), k)
         over = Over(query.shape[0] // max(1, b), query.shape[1] // max(1, h))
 
-        def programs(tiles: Tiles, has: Features) -> tuple[int, ...]:
+        def programs(tiles: AttentionTiles, has: Features) -> tuple[int, ...]:
             return (b * h * triton.cdiv(q, tiles.BM) * triton.cdiv(k, tiles.BN) * all(over),)
 
         own = dict(dbias_strides=strides, over=over, do_strides=do_strides)

@@ -61,7 +61,7 @@ class RowStrides(NamedTuple):
     row: Any
 
 
-class Strides(NamedTuple):
+class AttentionStrides(NamedTuple):
     """The strides of the inputs and, expanded to [B, H, Sq, Sk] or [B, H], of `OptionalInputs`.
     For a block mask `bounds_tile` is the number of entries of its lists.
     """

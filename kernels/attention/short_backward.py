@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..common import LOG2E
 from ..launch import Launch, constants, next_power_of_2, processors
-from .configurations import SHORT, Tiles, short_pays
+from .configurations import SHORT, AttentionTiles, short_pays
 from .scores import (
     BackwardInputs,
     Indices,
@@ -69,7 +69,7 @@ class Scratch(NamedTuple):
 
 
 class RowLayouts(NamedTuple):
-    """The `RowStrides` of the tensors that `Strides` lacks."""
+    """The `RowStrides` of the tensors that `AttentionStrides` lacks."""
 
     output: Any
     grad_output: Any
@@ -386,12 +386,12 @@ REFUSED = {"alibi": "ALiBi", "softcap": "a softcap", "left": "a window"}
 REFUSED["lists"] = "a block mask"
 
 
-def tiles(kernel: str, plan: Any) -> Tiles | None:
+def tiles(kernel: str, plan: Any) -> AttentionTiles | None:
     """Return the tiles of a kernel for a call, or None if its sizes are not for this kernel."""
     longest = max(plan.q_length, plan.k_length)
     if plan.arch == "interpreter":
         BM, BN = (max(16, next_power_of_2(n)) for n in (plan.q_length, plan.k_length))
-        rows: tuple[Tiles, ...] = (Tiles(min(64, BM), min(128, BN), 8, 1),) * 6
+        rows: tuple[AttentionTiles, ...] = (AttentionTiles(min(64, BM), min(128, BN), 8, 1),) * 6
     else:
         rows = SHORT.get((kernel, plan.arch), ()) if plan.dtype.itemsize == 2 else ()
     i = max(0, (plan.head_block - 1).bit_length() - 5)

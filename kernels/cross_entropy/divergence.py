@@ -52,8 +52,8 @@ from .launchers import (
 )
 
 
-class Case(NamedTuple):
-    """What the kernel is compiled for; the first two fields as in `kernels.Case`."""
+class DivergenceCase(NamedTuple):
+    """What the kernel is compiled for; the first two fields as in `LossCase`."""
 
     columns: Any
     group: Any
@@ -191,7 +191,7 @@ def _launch(
         v = student.shape[1]
         block, warps = configuration(v, architecture(student.device), 2)
         group = group_size(max(student, teacher, key=Tensor.element_size), block)
-        case = Case(
+        case = DivergenceCase(
             columns=block,
             group=group,
             reverse=reverse,

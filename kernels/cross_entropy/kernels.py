@@ -45,7 +45,7 @@ class Terms(NamedTuple):
     form: Any
 
 
-class Strides(NamedTuple):
+class LossStrides(NamedTuple):
     """The row strides of the logits, of the losses' gradients and of the logits' gradients."""
 
     x: Any
@@ -53,7 +53,7 @@ class Strides(NamedTuple):
     dx: Any
 
 
-class Case(NamedTuple):
+class LossCase(NamedTuple):
     """What a kernel is compiled for."""
 
     columns: Any  # classes in a block

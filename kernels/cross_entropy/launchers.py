@@ -30,7 +30,7 @@ from ..launch import (
 from ..products import linear, matmul
 from ..registration import register
 from ..tuned import TuningKey, choose, named
-from .kernels import Case, Form, Labels, Strides, gradient_kernel, loss_kernel
+from .kernels import Form, Labels, LossCase, LossStrides, gradient_kernel, loss_kernel
 
 CHUNK = 2048  # rows of logits that the linear form holds, unless a measurement says otherwise
 CHUNKS = (256, 512, 1024, 2048, 4096)  # its choices: at most twice the memory
@@ -105,14 +105,14 @@ class Loss(NamedTuple):
         flags = labels.off > 0, case["ahead"], case["weighted"]
         block, warps = self.block(kernel.fn.__name__.removesuffix("_kernel"), x, *flags)
         group = group_size(x, block)
-        strides = Strides(x.stride(0), g, 0 if dx is None else dx.stride(0))
+        strides = LossStrides(x.stride(0), g, 0 if dx is None else dx.stride(0))
         arguments: dict[str, Any] = dict(
             strides=strides,
             labels=labels,
             form=Form(self.softcap or 0.0, 1.0 / self.temperature),
             classes=float(self.v - (labels.pad >= 0)),
             case=constants(
-                Case(
+                LossCase(
                     columns=block,
                     group=group,
                     smooth=labels.off > 0,

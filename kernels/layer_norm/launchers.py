@@ -52,7 +52,7 @@ THREE_SUMS = 4096  # features that it holds beside the sums of weight, bias and 
 PARTIAL_SUMS = 256  # the most ranges of rows, each with a partial weight gradient
 
 
-class Tiles(NamedTuple):
+class NormTiles(NamedTuple):
     """A program's rows and columns, its warps, and the stages of the backward's loop over rows."""
 
     rows: int
@@ -61,21 +61,21 @@ class Tiles(NamedTuple):
     stages: int = 1
 
 
-WIDE_WEIGHTS = Tiles(8, 256, 4)  # of the weight gradients, if a row is several blocks
+WIDE_WEIGHTS = NormTiles(8, 256, 4)  # of the weight gradients, if a row is several blocks
 
 
-def configuration(n: int, arch: str) -> Tiles:
+def configuration(n: int, arch: str) -> NormTiles:
     """Choose tiles of full rows (several, if short); for wider rows, blocks of 4096 features."""
     block = max(16, min(next_power_of_2(n), ONE_BLOCK if n <= ONE_BLOCK else 4096))
     if arch == "interpreter":  # few programs: each interpreted operation has a fixed cost
-        return Tiles(max(1, min(64, 65536 // block)), block, 4)
+        return NormTiles(max(1, min(64, 65536 // block)), block, 4)
     warps = 4 if block <= 2048 else 8 if block <= 4096 or arch == "other" else 16
     # One small tile in each of PARTIAL_SUMS programs is too few bytes to hide the memory latency.
     stages = 3 if block <= 4096 and arch.startswith("sm_") else 1
-    return Tiles(max(1, 2048 // block), block, warps, stages)
+    return NormTiles(max(1, 2048 // block), block, warps, stages)
 
 
-def others(tiles: Tiles, backward: bool) -> list[Tiles]:
+def others(tiles: NormTiles, backward: bool) -> list[NormTiles]:
     """Return the tiles that a measurement may choose: other rows, warps and, backward, stages."""
     rows = (n for n in (1, 2, 4, 8, 16, 32, 64) if 1024 <= n * tiles.columns <= 8192)
     return [
@@ -101,7 +101,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
 
 
-def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> Tiles:
+def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> NormTiles:
     """Return the fastest measured tiles for rows like those in x, or else the shipped tiles."""
     shipped = configuration(n, architecture(x.device))
     name = f"{named(x.dtype, rows=x.numel() // n, features=n)} {flags(case, 'one', 'acc')}"

@@ -70,7 +70,9 @@ def bounds_of(kernel, blocks, scores, mask=None, bias=None):
     attention = Attention(mask, 0.0, False, 1.0, bias)
     made = plan.Plan(query, key, key, attention)
     source = bounds.bounds_source(attention, made.has, scores)
-    launch = bounds.BoundedLaunch(kernel, plan.Tiles(*blocks, 4, 1), source, made.tile.wide)
+    launch = bounds.BoundedLaunch(
+        kernel, plan.AttentionTiles(*blocks, 4, 1), source, made.tile.wide
+    )
     given = bounds.OptionalInputs(*launch.with_bounds(plan.optional_inputs(query, attention)))
     lists, numbers = given.starts, given.bounds
 

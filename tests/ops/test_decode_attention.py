@@ -176,7 +176,7 @@ def test_parts(processors):
     empty, and the parts take no more time than the fewest that fill the GPU.
     """
     configurations = pytest.importorskip("fastformer.kernels.attention.configurations")
-    shipped = configurations.Tiles(64, 64, 4, 3)
+    shipped = configurations.AttentionTiles(64, 64, 4, 3)
     for heads in (1, 2, 8, 32, 500):
         for rows in (1, 16, 70):
             for keys in (256, 4096, 100_000):

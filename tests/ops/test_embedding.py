@@ -157,7 +157,7 @@ def test_a_measurement_has_a_choice(n):
 def test_dropout_in_several_tiles(device, against_oracle, monkeypatch):
     from fastformer.kernels import embedding
 
-    monkeypatch.setattr(embedding, "configuration", lambda *_: embedding.Tiles(4, 16))
+    monkeypatch.setattr(embedding, "configuration", lambda *_: embedding.EmbeddingTiles(4, 16))
     options = {"tokens": ids(3, 7, device=device), "dropout_p": 0.3, "dropout_seed": 3}
     x = inputs(device=device)
     with use_backend("triton"):

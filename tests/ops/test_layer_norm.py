@@ -78,7 +78,7 @@ def test_offsets_past_int32(backend, device, same_when_far, monkeypatch, far, wi
     """Rows so far apart that the last one stands past 2^31 elements."""
     norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
     if wide:
-        monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(16, 16, 4))
+        monkeypatch.setattr(norm, "configuration", lambda *_: norm.NormTiles(16, 16, 4))
     names = "input", "residual", "gradient", "gradient of the sum"
     x = {name: torch.randn(40, 30, device=device).bfloat16() for name in names}
     x |= {name: torch.randn(30, device=device).bfloat16() for name in ("weight", "bias")}
@@ -284,7 +284,7 @@ def test_the_norm_is_of_the_sum_that_is_returned(backend, device, monkeypatch, d
     """
     if backend == "triton":
         norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
-        monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(4, 32, 4))
+        monkeypatch.setattr(norm, "configuration", lambda *_: norm.NormTiles(4, 32, 4))
     x = added(40, n, dtype=dtype, device=device)
     for _ in range(2):
         y, total = ff.dropout_add_layer_norm(**x, **DROPOUT)
@@ -462,7 +462,7 @@ def test_kernels_that_are_launched(device, monkeypatch, work, n, kernels, needed
     rows of a program are as many as leave few partial sums, which one more adds up.
     """
     norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
-    monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(2, 16, 4))
+    monkeypatch.setattr(norm, "configuration", lambda *_: norm.NormTiles(2, 16, 4))
     monkeypatch.setattr(norm, "PARTIAL_SUMS", 3)
     x, weight = torch.randn(40, n, device=device), torch.randn(n, device=device)
     x.requires_grad_(needed != "weight")
@@ -483,7 +483,7 @@ def test_kernels_that_are_launched(device, monkeypatch, work, n, kernels, needed
 def test_kernels_for_the_bias_of_the_input(device, monkeypatch, work, n, kernels):
     """Where a row takes most registers, a kernel of its own sums up the gradient of the bias."""
     norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
-    monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(2, 16, 4))
+    monkeypatch.setattr(norm, "configuration", lambda *_: norm.NormTiles(2, 16, 4))
     monkeypatch.setattr(norm, "THREE_SUMS", 15)
     x = added(40, n, device=device) | {"input_bias": torch.randn(n, device=device)}
     with use_backend("triton"):
@@ -497,7 +497,7 @@ def test_kernels_for_the_bias_of_the_input(device, monkeypatch, work, n, kernels
 def test_sums_that_nobody_wants(device, monkeypatch, n, bias):
     """Without a bias there are none for it: a norm without one, and RMSNorm."""
     norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
-    monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(2, 16, 4))
+    monkeypatch.setattr(norm, "configuration", lambda *_: norm.NormTiles(2, 16, 4))
     add_up, seen = norm.add_up, []
 
     def noted(partial, results):

@@ -148,7 +148,7 @@ def test_norms_of_what_overflows(backend, device, monkeypatch, op, dtype, blocks
     """
     kernels = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
     if blocks > 1:
-        monkeypatch.setattr(kernels, "configuration", lambda *_: kernels.Tiles(2, 16, 4))
+        monkeypatch.setattr(kernels, "configuration", lambda *_: kernels.NormTiles(2, 16, 4))
     large = 6e4 if dtype == torch.float16 else 1e30
     x = torch.randn(6, 40, device=device).to(dtype)
     x[0, 3], x[1, 5], x[2, 7] = INF, -INF, NAN

@@ -251,7 +251,7 @@ def test_norms_past_int32(last_program, random, monkeypatch, wide):
     from fastformer.kernels.layer_norm import launchers as norm
 
     if wide:
-        monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(16, 512, 4))
+        monkeypatch.setattr(norm, "configuration", lambda *_: norm.NormTiles(16, 512, 4))
     monkeypatch.setattr(norm, "PARTIAL_SUMS", MANY)
     x, residual, dy, ds, w, b = (random(FEATURES) for _ in range(6))
     options = w, b, 0.0, 1e-5, False, None, None
@@ -466,8 +466,8 @@ def test_partial_sums_past_int32(places, random, monkeypatch, wide):
     from fastformer.kernels.layer_norm import launchers as norm
 
     if wide:
-        monkeypatch.setattr(norm, "WIDE_WEIGHTS", norm.Tiles(1, 512, 4))
-    tiles = norm.Tiles(1, 512 if wide else FEATURES, 4)
+        monkeypatch.setattr(norm, "WIDE_WEIGHTS", norm.NormTiles(1, 512, 4))
+    tiles = norm.NormTiles(1, 512 if wide else FEATURES, 4)
     monkeypatch.setattr(norm, "configuration", lambda *_: tiles)
     monkeypatch.setattr(norm, "PARTIAL_SUMS", MANY)
     kernel, place = ("weights_kernel", 3) if wide else ("rows_kernel", 4)

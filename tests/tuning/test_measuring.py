@@ -130,9 +130,9 @@ def attention(gradient=False, H=1, inside=False, Sq=24, **options):
 def one_row(monkeypatch):
     """Of the other tiles of attention one alone is a candidate, and no other kernel."""
     plan = pytest.importorskip("fastformer.kernels.attention.plan")
-    from fastformer.kernels.attention.configurations import Tiles
+    from fastformer.kernels.attention.configurations import AttentionTiles
 
-    monkeypatch.setattr(plan, "rows", lambda *_: [Tiles(16, 32, 4, 1)])
+    monkeypatch.setattr(plan, "rows", lambda *_: [AttentionTiles(16, 32, 4, 1)])
 
 
 def all_of(given, timer=flat, only=lambda candidate: True, op=OP):

@@ -414,7 +414,7 @@ def test_the_rows_of_all_architectures_are_candidates_on_each(dtype):
             shipped = configurations.configuration(kernel, arch, dtype, D, 512, 512, bool(full))
             for stages in (shipped.stages, 2, 3):
                 assert shipped._replace(stages=stages) in options
-    wide = configurations.Tiles(128, 128, 8, 3)
+    wide = configurations.AttentionTiles(128, 128, 8, 3)
     half = dtype == torch.bfloat16
     assert (wide in configurations.rows("forward", dtype, 128)) == half
 

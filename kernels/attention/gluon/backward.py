@@ -50,7 +50,7 @@ from .parts import (
 )
 
 
-class Span(NamedTuple):
+class RingSpan(NamedTuple):
     """The tiles that a program computes, lo <= n < hi, where n is the first key of a tile, or its
     first query for dK and dV. No edge cuts a tile of begin <= n < end.
 
@@ -73,7 +73,7 @@ class Work(NamedTuple):
     """What a program computes."""
 
     start: Any  # its first query, or its first key
-    span: Any  # `Span`
+    span: Any  # `RingSpan`
     batch: Any
     head: Any  # for dK and dV the first one that shares the keys
     left: Any  # query i sees no key before i + left, and none past i + right
@@ -165,7 +165,7 @@ def masks_edges(PART, has):
 
 @gluon.constexpr_function
 def read_by(PART, has):
-    """Return the features that a loop reads: not the mask inside the run. PART is that of `Span`.
+    """Return the features that a loop reads: not the mask inside the run. PART: see `RingSpan`.
     (This repeats the rules of `reads_no_mask` and `inside_run`, because Triton 3.6 loses the field
     names of a tuple that one constexpr function passes to another.)
     """
@@ -181,12 +181,12 @@ def read_by(PART, has):
 def listed_span(
     span, lists, call, own, tile: gl.constexpr, has: gl.constexpr, OWNS_KEYS: gl.constexpr
 ):
-    """Return the `Span` of a block mask, given that without one."""
+    """Return the `RingSpan` of a block mask, given that without one."""
     width: gl.constexpr = tile.rows if OWNS_KEYS else tile.columns
     tiles = span.lo, span.begin, span.end, span.hi
     lists, parts, run, whole = spans_of_lists(tiles, lists, call, own, tile, has, OWNS_KEYS)
     end = (parts + whole) * width
-    return Span(0, parts * width, end, end, lists, run)
+    return RingSpan(0, parts * width, end, end, lists, run)
 
 
 @gluon.jit
@@ -199,7 +199,7 @@ def is_edge(n, span):
 def within_bounds(
     span, bounds, call, width: gl.constexpr, has: gl.constexpr, OWNS_KEYS: gl.constexpr
 ):
-    """Return the part of a `Span` within the bounds of a mask, without its holes. If
+    """Return the part of a `RingSpan` within the bounds of a mask, without its holes. If
     `reads_no_mask`, the mask cuts no tile from `begin` to `end`, either.
     """
     if has.bounds:
@@ -207,7 +207,7 @@ def within_bounds(
         edge, run = visited_tiles(tiles, bounds, call, width, has, OWNS_KEYS, lanes())
         lo, begin, gap = edge.lo * width, edge.jump * width, edge.gap * width
         hi = edge.hi * width + gap
-        return Span(lo, begin, begin + gap, hi, call.optional.starts, run.lo)
+        return RingSpan(lo, begin, begin + gap, hi, call.optional.starts, run.lo)
     else:
         return span
 

@@ -29,7 +29,7 @@ from ..scores import (
 from .backward import (
     Barriers,
     Buffers,
-    Span,
+    RingSpan,
     Statistics,
     Tensors,
     at_most,
@@ -93,7 +93,7 @@ def _walk_of(has):
 
 @gluon.jit
 def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Span` of a head, within the bounds of its mask."""
+    """Return the `RingSpan` of a head, within the bounds of its mask."""
     span = work.span
     call, queries = work.call, work.sequence.queries
     h = work.head + member
@@ -108,7 +108,7 @@ def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
         else:
             hi = gl.where(bounds.last > 0, span.hi, span.lo)
             begin = gl.minimum(span.begin, hi) if has.right else span.begin
-            return Span(span.lo, begin, gl.minimum(span.end, hi), hi)
+            return RingSpan(span.lo, begin, gl.minimum(span.end, hi), hi)
     else:
         return span
 
@@ -213,7 +213,7 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
 @gluon.jit
 def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BN / 2, BM] of the keys j and the queries i0 + r, -inf where the band
-    hides the key. PART is that of `Span`.
+    hides the key. PART is that of `RingSpan`.
     """
     # The last query before those that see the key, and the last one that sees it.
     before, last = j - (work.right + 1 + i0), j - (work.left + i0)
@@ -353,7 +353,7 @@ def _store_bias_gradient(dbias, bound, j, member, work, DBIAS, has: gl.constexpr
 
 @gluon.jit
 def _queries_of_keys(n0, sequence, band, tile: gl.constexpr, has: gl.constexpr):
-    """Return the `Span` of queries for the keys at n0. The length is not an edge: the gradients of
+    """Return the queries for the keys at n0. The length is not an edge: the gradients of
     keys past the length are set to zero at the end.
     """
     lo = 0
@@ -371,7 +371,7 @@ def _queries_of_keys(n0, sequence, band, tile: gl.constexpr, has: gl.constexpr):
     end = hi
     if has.left:
         end = clamp(gl.maximum(last + 1, 0) // tile.rows * tile.rows, begin, hi)
-    return Span(lo, begin, end, hi)
+    return RingSpan(lo, begin, end, hi)
 
 
 @gluon.jit

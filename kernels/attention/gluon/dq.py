@@ -26,7 +26,7 @@ from ..scores import (
 from .backward import (
     Barriers,
     Buffers,
-    Span,
+    RingSpan,
     Statistics,
     Tensors,
     at_most,
@@ -179,7 +179,7 @@ def _statistics_of_rows(i, work, has: gl.constexpr):
 @gluon.jit
 def _hide_keys(s, i, n0, j, work, edge, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BM / 2, BN] of the queries i and the keys n0 + j, -inf where length and
-    band hide the key. PART is that of `Span`.
+    band hide the key. PART is that of `RingSpan`.
     """
     last = i * 0 + work.sequence.length - 1
     if has.right:
@@ -406,7 +406,7 @@ def hopper_dq_kernel(
     fence_async_shared()  # makes the barriers visible to the copies
     lo, hi = keys_of_rows(i0, i0 + tile.rows, sequence.length, sequence.shift, band, tile, has)
     begin, end = unmasked_tiles(i0, sequence, band, tile, has)
-    span = within_bounds(Span(lo, begin, end, hi), bounds, call, tile.columns, has, False)
+    span = within_bounds(RingSpan(lo, begin, end, hi), bounds, call, tile.columns, has, False)
     if has.lists:
         lists = load_lists(optional, strides, sizes, b, h, i0, False)
         span = listed_span(span, lists, call, i0, tile, has, False)

@@ -1,10 +1,7 @@
 """Imports fastformer and calls each op once, forward and backward, in a fresh process, and prints
 the seconds of each step as one JSON object.
 
-    python -m benchmarks.first_call_worker reference|triton|compile
-
-`compile` compiles the kernels of a first call for sm_90 without a GPU: a stand-in for the driver
-accepts their launches, and starts nothing.
+    python -m benchmarks.first_call_worker reference|triton
 """
 
 from __future__ import annotations
@@ -12,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 OPS = (
@@ -50,19 +45,14 @@ def calls(device: Any, dtype: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def first_calls(backend: str, folder: Path) -> dict[str, float]:
+def first_calls(backend: str) -> dict[str, float]:
     import torch
 
     import fastformer as ff
 
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    if backend == "compile":
-        from benchmarks.gpu import stand_in
-
-        stand_in.install(folder)
-        dtype = torch.bfloat16
-    ff.use_backend("reference" if backend == "reference" else "triton")
+    ff.use_backend(backend)
     seconds = {}
     for op, call in calls(device, dtype).items():
         started = time.perf_counter()
@@ -74,16 +64,13 @@ def first_calls(backend: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    backend = sys.argv[1]
-    if backend != "reference":
-        os.environ["TRITON_INTERPRET"] = "0"
+    os.environ["TRITON_INTERPRET"] = "0"
     seconds = {}
     for what in ("torch", "fastformer", "fastformer.kernels.attention"):
         started = time.perf_counter()
         __import__(what)
         seconds["import " + what] = time.perf_counter() - started
-    with tempfile.TemporaryDirectory() as folder:
-        seconds |= first_calls(backend, Path(folder))
+    seconds |= first_calls(sys.argv[1])
     print(json.dumps(seconds))
 
 

@@ -363,24 +363,16 @@ def call_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
     both(layer_norm, "rms_", (x, (case["n"],), weight, 1e-5), [True] * 2)
 
 
-def call_dropout_add_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
-    x, residual, *parameters = rows(case, 2, 2)
+def call_dropout_add(case: dict[str, Any], recorder: Recorder) -> None:
+    rms = case["op"] == "dropout_add_rms_norm"
+    x, residual, *parameters = rows(case, 2, 1 if rms else 2)
     own = rows(case, 0, 1)[0] if case["input_bias"] else None
-    options = (0.1, 1e-5, False, empty(1, dtype=torch.int64), own)
-    output, *saved = layer_norm.add_forward(x, residual, *parameters, *options)
+    seed, prefix = empty(1, dtype=torch.int64), "add_rms_" if rms else "add_"
+    options = *parameters, 0.1, 1e-5, *(() if rms else (False,)), seed, own
+    output, *saved = getattr(layer_norm, f"{prefix}forward")(x, residual, *options)
     gradients = torch.empty_like(output), torch.empty_like(output)
-    needs = [True] * 4 + [own is not None]
-    layer_norm.add_backward(*gradients, *parameters, *options, *saved, needs)
-
-
-def call_dropout_add_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
-    x, residual, weight = rows(case, 2, 1)
-    own = rows(case, 0, 1)[0] if case["input_bias"] else None
-    options = weight, 0.1, 1e-5, empty(1, dtype=torch.int64), None, own
-    output, *saved = layer_norm.add_rms_forward(x, residual, *options)
-    gradients = torch.empty_like(output), torch.empty_like(output)
-    needs = [True] * 3 + [own is not None]
-    layer_norm.add_rms_backward(*gradients, *options, *saved, needs)
+    needs = [True] * (2 + len(parameters)) + [own is not None]
+    getattr(layer_norm, f"{prefix}backward")(*gradients, *options, *saved, needs)
 
 
 def call_cross_entropy(case: dict[str, Any], recorder: Recorder) -> None:
@@ -408,7 +400,7 @@ def call_embed(case: dict[str, Any], recorder: Recorder) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     weight, positional = empty(32768, n, dtype=dtype), empty(512, n, dtype=dtype)
     tokens = empty(8, 512, dtype=torch.int64)
-    arguments = (tokens, weight, positional, 0.1, 2.0, 0, empty(1, dtype=torch.int64), None)
+    arguments = (tokens, weight, positional, 0.1, 2.0, 0, empty(1, dtype=torch.int64))
     both(embedding, "", arguments, [True, False])
 
 
@@ -463,8 +455,8 @@ CALLS = {
     "decode": call_decode,
     "layer_norm": call_layer_norm,
     "rms_norm": call_rms_norm,
-    "dropout_add_layer_norm": call_dropout_add_layer_norm,
-    "dropout_add_rms_norm": call_dropout_add_rms_norm,
+    "dropout_add_layer_norm": call_dropout_add,
+    "dropout_add_rms_norm": call_dropout_add,
     "cross_entropy": call_cross_entropy,
     "linear_kl_div": call_linear_kl_div,
     "embed": call_embed,

@@ -91,7 +91,7 @@ class StandIn:
         self._see, self._call = see, threading.local()
         # Global: the extension that Triton compiles finds the driver that is loaded, by its name.
         self._driver = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        for name in ("launches", "loaded", "unloaded"):
+        for name in ("launches", "loaded"):
             getattr(self._driver, "stand_in_" + name).restype = ctypes.c_long
         self._driver.stand_in_set_device(*capability, *DEVICES[capability])
         self._callback = _CALLBACK(self._launched)  # as long as the driver may call it
@@ -107,11 +107,6 @@ class StandIn:
     def loaded(self) -> int:
         """Modules, one a kernel, that were ever loaded."""
         return self._driver.stand_in_loaded()
-
-    @property
-    def unloaded(self) -> int:
-        """Modules that were unloaded: a launch of theirs is refused."""
-        return self._driver.stand_in_unloaded()
 
     def unload(self, module: int) -> None:
         """Unloads a module, as Triton 3.9 does when its kernel is no longer held."""

@@ -46,7 +46,7 @@ static struct {
 } device = {9, 0, 232448, 233472, 132};
 static Callback callback;
 static Function *functions;  // all that there ever were: a handle is never used twice
-static long launches, loaded, unloaded;
+static long launches, loaded;
 
 void stand_in_set_device(int major, int minor, int of_block, int of_multiprocessor, int count) {
   device.major = major, device.minor = minor, device.multiprocessors = count;
@@ -55,7 +55,6 @@ void stand_in_set_device(int major, int minor, int of_block, int of_multiprocess
 void stand_in_set_callback(Callback given) { callback = given; }
 long stand_in_launches(void) { return launches; }
 long stand_in_loaded(void) { return loaded; }
-long stand_in_unloaded(void) { return unloaded; }
 
 // ------------------------------------------------------------------------- modules and functions
 
@@ -106,7 +105,6 @@ CUresult cuModuleLoadData(CUmodule *handle, const void *image) {
 CUresult cuModuleUnload(CUmodule handle) {
   Module *module = (Module *)handle;
   if (!__sync_bool_compare_and_swap(&module->loaded, 1, 0)) return CUDA_ERROR_INVALID_HANDLE;
-  __sync_fetch_and_add(&unloaded, 1);
   return CUDA_SUCCESS;
 }
 

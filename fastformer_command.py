@@ -168,9 +168,9 @@ def _add_copy_task(add: Any) -> None:
 
 TUNE = """Times the tiles of each kernel, and torch's own op where it computes the same, for calls
 of common sizes, and writes what is fastest to a file that the backend auto reads. A candidate that
-fails, crashes, takes too long or disagrees with the reference is dropped. What the file already
-holds is not measured again, so an interrupted run goes on. fastformer.tune(model, *inputs) measures
-the calls of a model."""
+fails or disagrees with the reference is dropped, and a call that crashes or takes too long. What
+the file already holds is not measured again, so an interrupted run goes on.
+fastformer.tune(model, *inputs) measures the calls of a model."""
 INFO = "print versions, devices, and the backend of each op with its reason"
 
 
@@ -181,8 +181,6 @@ def _add_tune(add: Any) -> None:
     add("--only", type=_regex, metavar="REGEX", help=only)
     out = "write here; by default to the user's file"
     add("--out", type=_output_file, metavar="FILE", help=out)
-    candidates = "only the candidates whose name it finds, beside what is shipped; by default all"
-    add("--candidates", type=_regex, metavar="REGEX", help=candidates)
 
 
 if __name__ == "__main__":

@@ -87,30 +87,28 @@ def _command(arguments: argparse.Namespace) -> str:
 
 
 def run_tune(arguments: argparse.Namespace) -> int:
-    parser = arguments.parser
+    parser, only = arguments.parser, arguments.only or re.compile("")
     if not arguments.minutes > 0:
         parser.error(f"minutes is {arguments.minutes}; expected a positive number")
-    only = arguments.only or re.compile("")
-    wanted = _common_calls(torch.device("meta"), only)
-    if not wanted:
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("meta")
+    calls = _common_calls(device, only)
+    if not calls:
         parser.error(f"--only {only.pattern!r} finds no call")
-    if arguments.dry_run:
-        *_, last = environment.devices()
-        plan = tuning.planned(wanted, arguments.out or measurements.path(), last)
-        print(plan)
-        print(f"{len(plan.rows)} calls; the results go to {plan.file}")
-        return 0
+    if not (has_gpu or arguments.dry_run):
+        parser.error("tuning measures on a GPU, and there is none on this machine")
+    file = arguments.out or measurements.path()
     try:
-        calls = _common_calls(tuning.gpu(), only)
-        file = arguments.out or tuning.writable()
-        pattern = "" if arguments.candidates is None else arguments.candidates.pattern
-        result = tuning.measure(calls, file, arguments.minutes, candidates=pattern)
+        result = tuning.measure(calls, file, arguments.minutes, arguments.dry_run)
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     print(result)
+    if arguments.dry_run:
+        print(f"{len(result.rows)} calls; the results go to {file}")
+        return 0
     if not result.done:
         print(f"The time is up after {arguments.minutes:g} minutes; the next run goes on from here")
-    print(f"Wrote {file}" if file.exists() else "Nothing was written")
+    print(f"Wrote {file}" if file and file.exists() else "Nothing was written")
     return 0
 
 
@@ -119,7 +117,7 @@ def _common_calls(device: torch.device, only: re.Pattern[str]) -> tuning.Calls:
     calls: tuning.Calls = {}
     for op, given in examples.calls(device):
         tuning.add(calls, op, backends.checked(op, **given))
-    return {key: given for key, given in calls.items() if only.search(" ".join(key))}
+    return {name: call for name, call in calls.items() if only.search(name)}
 
 
 # --------------------------------------------------------------------------------------------- info

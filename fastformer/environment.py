@@ -34,6 +34,15 @@ def describe(device: torch.device) -> dict[str, str | int | None]:
     }
 
 
+def machine(device: torch.device) -> str | None:
+    """Return the GPU and the versions that measurements depend on; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    facts = describe(device)
+    versions = [f"{n} {facts[n]}" for n in ("driver", "torch", "triton", "fastformer")]
+    return ", ".join([str(facts["gpu"]), *versions])
+
+
 def _triton_version() -> str | None:
     for name in ("triton", "pytorch-triton", "triton-windows"):
         try:

@@ -1,15 +1,13 @@
 """The options that were measured to be the fastest on this GPU, and replace those of the
 configuration tables.
 
-A launcher calls `choose` when it makes a plan, once for each signature of its calls. fastformer
-sets `source` to what was measured. The tuner runs calls in the context `forced`, which records the
-keys that launchers ask for and sets the options to measure.
+A launcher calls `choose` when it makes a plan. fastformer sets `source` to what was measured, and
+measures in the context `forced`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,37 +19,25 @@ from fastformer.batch_invariance import on
 from .launch import next_power_of_2, plans
 
 _log = logging.getLogger("fastformer")
+_forced: tuple[Mapping[str, Any], list[TuningKey]] | None = None
 
 
 class TuningKey(NamedTuple):
-    """A choice that a measurement can make: the option of a kernel for a class of calls.
-
-    kernel: its name, for example "attention forward".
-    case: the class: dtype, sizes rounded up to powers of two, and what the kernel is compiled for.
-    shipped: the option of the configuration tables: tiles, or a name.
-    options: returns the options to measure, with or without the shipped one.
-    apart: the option, if any, for which further kernels are launched that have options of their
-        own: these are measured first.
-    """
+    """A choice that a measurement can make: the option of a kernel for a class of calls."""
 
     kernel: str
-    case: str
-    shipped: Any
-    options: Callable[[], Iterable[Any]]
-    apart: Any = None
+    case: str  # dtype, sizes rounded up to powers of two, and what the kernel is compiled for
+    shipped: Any  # the option of the configuration tables: tiles, or a name
+    options: Callable[[], Iterable[Any]]  # those to measure, with or without the shipped one
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}: {self.case}"
 
 
-class GluonOption(str):
-    """The name of an option whose kernel is written in Gluon."""
-
-
-def source(device: torch.device) -> Mapping[tuple[str, str], str]:
-    """Return the labels of the options chosen for a device, by kernel and class."""
+def source(device: torch.device) -> Mapping[str, str]:
+    """Return the labels of the options chosen for a device, by `TuningKey.name`."""
     return {}
-
-
-_forced: Mapping[str, Any] = {}
-_asked: list[TuningKey] | None = None
 
 
 def label(option: Any) -> str:
@@ -73,43 +59,33 @@ def flags(case: NamedTuple, *without: str) -> str:
 
 
 def choose(device: torch.device, key: TuningKey) -> Any:
-    """Return the option that was measured to be the fastest, or else the shipped one. In the
-    context `forced`, record the key and return the forced option; within `batch_invariant`, return
-    the shipped one.
+    """Return the option that was measured to be the fastest, or else the shipped one, which
+    `batch_invariant` always takes.
     """
-    kernel, case, shipped, options, _ = key
     if on():
-        return shipped
-    if _asked is not None:
-        _asked.append(key)
-        return _forced.get(kernel, shipped)
-    chosen = source(device).get((kernel, case), label(shipped))
-    if chosen == label(shipped):
-        return shipped
-    for option in options():
-        if label(option) == chosen:
-            return option
-    _ignore(chosen, kernel)
-    return shipped
-
-
-@functools.cache
-def _ignore(chosen: str, kernel: str) -> None:
-    _log.warning("the measured choice %r of %s is ignored: no kernel has it", chosen, kernel)
+        return key.shipped
+    if _forced is not None:
+        _forced[1].append(key)
+        return _forced[0].get(key.kernel, key.shipped)
+    chosen = source(device).get(key.name)
+    if chosen is not None:
+        for option in (key.shipped, *key.options()):
+            if label(option) == chosen:
+                return option
+        _log.warning("the measured choice %r of %s is ignored: no kernel has it", chosen, key.name)
+    return key.shipped
 
 
 @contextlib.contextmanager
 def forced(options: Mapping[str, Any]) -> Iterator[list[TuningKey]]:
-    """Return a context without measurements, in which kernels use `options`, given by kernel name,
-    or else their shipped options. It yields the list of the keys that launchers ask for in it.
+    """Return a context in which kernels use `options`, given by kernel, or else what is shipped. It
+    yields the list of the keys that launchers ask for in it.
     """
-    global _asked, _forced
-    before = _asked, _forced
-    asked: list[TuningKey] = []
-    _asked, _forced = asked, options
+    global _forced
+    before, _forced = _forced, (options, [])
     plans.clear()
     try:
-        yield asked
+        yield _forced[1]
     finally:
-        _asked, _forced = before
+        _forced = before
         plans.clear()

@@ -238,17 +238,11 @@ def on_gpu(processes: int = CORES) -> dict[str, list[Part]]:
         ("batch-invariance", 60, "batch_invariance"),
     ]
     copy_task = [*COMMAND, "copy-task", "--json", "FOLDER/copy_task.json"]
-    attention = r"^scaled_dot_product_attention bfloat16 .* backward$"
-    gluon = [*COMMAND, "tune", "--minutes", "4", "--out", "FOLDER/gluon.json"]
-    gluon += ["--only", attention, "--candidates", "Gluon|torch"]
-    tune = [*COMMAND, "tune", "--minutes", "5", "--out", "FOLDER/tuning.json"]
+    tune = [*COMMAND, "tune", "--minutes", "9", "--out", "FOLDER/tuning.json"]
     shards = {str(i): ["--shard", f"{i}/8"] for i in range(8)}
     return {
-        "headline": headline(processes),
-        "tune": [  # silent until a call is measured
-            Part("tune-gluon", gluon, 260, silence=260.0),  # may hang, and no GPU has run them
-            Part("tune", tune, 330, silence=330.0),
-        ],
+        "headline": headline(),
+        "tune": [Part("tune", tune, 580, silence=580.0)],  # silent until a call is measured
         "tests": [tests("kernel-tests", 560, "tests").split(shards)],
         "rest": [
             *(figures(*row, silence=150.0) for row in rest),

@@ -28,7 +28,13 @@ from torch.autograd import forward_ad
 from fastformer.batch_invariance import on
 from fastformer.checks import seed_tensor
 from fastformer.dispatch import autograd, measurements
-from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
+from fastformer.dispatch.operation import (
+    OPERATIONS,
+    Arguments,
+    Operation,
+    call_name,
+    differentiated,
+)
 from fastformer.eager import eager, formula
 
 BACKENDS = ("auto", "triton", "reference")
@@ -214,7 +220,7 @@ def _import(op: str) -> bool:
         record = OPERATIONS[op]
         module = importlib.import_module("fastformer.kernels." + record.kernel)
         autograd.pair(op, record)
-        setattr(tuned(), "source", measurements.choices)  # noqa: B010
+        setattr(tuned(), "source", _choices)  # noqa: B010
         _kernels[op] = module  # last: another thread may read it from now on
     return True
 
@@ -273,12 +279,12 @@ def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
         return _explicit[op, backend]
     if torch.compiler.is_compiling():
         return Choice(op, "triton", "the tensors are on a GPU")
-    left = measurements.left_to_torch(first.device)
+    left = _left_to_torch(first.device)
     if (
         left  # the name of a call takes a while
         and not on()
         and computed_by_torch(op, arguments)
-        and (op, measurements.call_name(arguments)) in left
+        and call_name(op, arguments) in left
     ):
         return Choice(op, "torch", "it was measured to be the fastest")
     return Choice(op, "triton", "the tensors are on a GPU" + _caveat(first.device))
@@ -288,9 +294,21 @@ def computed_by_torch(op: str, arguments: Arguments) -> bool:
     """Return whether torch's own op computes this call: without gradients, because torch's may
     change from run to run.
     """
-    if not OPERATIONS[op].suits_torch(arguments) or measurements.differentiated(arguments):
+    if not OPERATIONS[op].suits_torch(arguments) or differentiated(arguments):
         return False
     return eager(next(iter(arguments.values()))) and forward_ad._current_level < 0
+
+
+def _choices(device: torch.device) -> dict[str, str]:
+    """Return what was measured to be the fastest on this machine, for calls and for kernels."""
+    known = measurements.measurements(device).items()
+    return {name: entry.choice for name, entry in known if entry.choice is not None}
+
+
+@functools.cache
+def _left_to_torch(device: torch.device) -> frozenset[str]:
+    """Return the calls for which that is torch's op."""
+    return frozenset(name for name, choice in _choices(device).items() if choice == "torch")
 
 
 def tuned() -> ModuleType:
@@ -300,7 +318,8 @@ def tuned() -> ModuleType:
 
 def measure_again() -> None:
     """Forget the measurements: the next call reads them again."""
-    measurements.forget()
+    measurements.measurements.cache_clear()
+    _left_to_torch.cache_clear()
     if _TUNED in sys.modules:
         sys.modules[_TUNED].plans.clear()
 
@@ -311,7 +330,7 @@ def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
     known = {} if torch.compiler.is_compiling() else measurements.measurements(first.device)
     if not known or choice.backend == "reference":
         return choice
-    entry = known.get((choice.op, measurements.call_name(arguments)))
+    entry = known.get(call_name(choice.op, arguments))
     ran = choice.backend
     if entry is None or ran not in entry.us:
         return choice

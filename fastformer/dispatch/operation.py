@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 Arguments = dict[str, Any]  # the arguments of an op, by name
 Function = Callable[..., Any]
 
@@ -43,3 +46,42 @@ class Operation(NamedTuple):
 
 
 OPERATIONS: dict[str, Operation] = {}  # by the name of the public function
+
+
+def flat(arguments: Arguments) -> Arguments:
+    """Return the arguments of a checked call with the fields of `Attention` beside the others."""
+    fields = dict(arguments)
+    attention = fields.pop("attention", None)
+    return fields if attention is None else fields | attention._asdict()
+
+
+def differentiated(arguments: Arguments) -> bool:
+    """Return whether a call will have a backward."""
+    tensors = (x for x in flat(arguments).values() if isinstance(x, Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+# Arguments that are not in the name of a call: they do not change what is the fastest for it.
+_LEFT_OUT = ("dropout_seed", "return_lse", "eps", "scale")
+
+
+def call_name(op: str, arguments: Arguments) -> str:
+    """Return the name of a checked call: op, dtype, and the value of each argument, or its shape,
+    its strides unless it is contiguous, and its dtype if it is another one.
+    """
+    fields = {name: x for name, x in flat(arguments).items() if name not in _LEFT_OUT}
+    tensors = (x for x in fields.values() if isinstance(x, Tensor))
+    dtype = next(x.dtype for x in tensors if x.is_floating_point())
+    parts = [op, _short(dtype)]
+    for name, x in fields.items():
+        if isinstance(x, Tensor):
+            more = "" if x.is_contiguous() else ":" + _short(x.stride())
+            more += "" if x.dtype == dtype else ":" + _short(x.dtype)
+            parts.append(f"{name}={_short(x.shape)}{more}")
+        elif x:
+            parts.append(name if isinstance(x, (bool, float)) else f"{name}={_short(x)}")
+    return " ".join(parts + ["backward"] * differentiated(arguments))
+
+
+def _short(x: Any) -> str:
+    return "x".join(map(str, x)) if isinstance(x, (tuple, list)) else str(x).removeprefix("torch.")

@@ -1,15 +1,17 @@
 """A call of each op, at sizes that are common: what `fastformer tune` measures, and at small sizes
-what `fastformer info` explains.
+what `fastformer info` explains; and copies of calls, which can be checked in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from fastformer.dispatch.operation import Arguments
+from fastformer.description import Attention
+from fastformer.dispatch.operation import Arguments, flat
 from fastformer.mask_tiles import BlockMask
 
 P, SEED = 0.1, 7  # of dropout
@@ -91,3 +93,30 @@ def calls(
     teacher = dict(teacher_input=normal(B, S, N), teacher_weight=normal(V, N, scale=2 * N**-0.5))
     yield "linear_kl_div", dict(input=rows, linear_weight=table, temperature=2.0, **teacher)
     yield "cross_entropy", dict(logits=normal(B * S, V, scale=2.0), target=tokens.flatten())
+
+
+def copied(arguments: Arguments, change: Callable[[Tensor], Tensor] = Tensor.detach) -> Arguments:
+    """Return the arguments of a call with changed tensors, which have no graph."""
+
+    def copy(x: Tensor) -> Tensor:
+        return change(x).detach().requires_grad_(x.requires_grad and torch.is_grad_enabled())
+
+    return tree_map_only(Tensor, copy, arguments)
+
+
+def part(arguments: Arguments) -> Arguments:
+    """Return a part of a checked call of attention for which the scores fit in memory in float64:
+    the first head of keys and values of the first sequence, with its heads of queries.
+    """
+    attention = arguments.get("attention")
+    if attention is None or attention.cu_seqlens_q is not None or attention.mask_spans is not None:
+        return arguments
+    given, share = flat(arguments), arguments["query"].shape[1] // arguments["key"].shape[1]
+    for name, x in given.items():
+        heads = 1 if name in ("key", "value", "key_lengths") else share
+        if isinstance(x, Tensor) and x.dim() > 2:
+            given[name] = (x[:1] if x.dim() == 4 else x)[..., :heads, :, :]
+        elif x is not None and name in ("key_lengths", "sinks", "alibi_slopes"):
+            given[name] = x.flatten()[:heads]
+    attention = Attention(*(given[name] for name in Attention._fields))
+    return {name: given.get(name, attention) for name in arguments}

@@ -593,7 +593,7 @@ class BackwardPlan(Plan):
         if not kernels or self.short_obstacle or on():
             return SEPARATE
         shipped = kernels[0] if pays(self) else SEPARATE
-        key = TuningKey(SHORT_KEY, self.case, shipped, lambda: [*kernels, SEPARATE], SEPARATE)
+        key = TuningKey(SHORT_KEY, self.case, shipped, lambda: [*kernels, SEPARATE])
         chosen = choose(self.device, key)
         return next((kernel for kernel in kernels if kernel == chosen), SEPARATE)
 

@@ -226,11 +226,8 @@ class InGluon(dict):
     def __init__(self, **rows: str) -> None:
         self.rows = {f"attention {kernel}": row for kernel, row in rows.items()}
 
-    def get(self, key: tuple[str, str], default: Any = None) -> Any:
-        from fastformer.kernels import tuned
-
-        row = self.rows.get(key[0])
-        return default if row is None else tuned.label(tuned.GluonOption(row))
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.rows.get(name.partition(": ")[0], default)
 
 
 def by_gluon(row: str = "Gluon 128 128", rows: Any = (), **given: Any) -> Tensor:

@@ -73,7 +73,6 @@ from dataclasses import replace
 from benchmarks.gpu import run as gpu
 LESS = {
     "copy-task": ["--steps", "2"],
-    "tune-gluon": ["--only", "^scaled.* query=4x16x4096x64.* is_causal .*backward$"],
     "tune": ["--only", "^layer_norm bfloat16"],
 }
 def patient(part):
@@ -370,11 +369,7 @@ def test_the_part_that_tunes(environment, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "out" / "results.json").read_text())
-    statuses = {one["part"]: one["status"] for one in data["parts"]}
-    assert statuses == {"tune-gluon": "done", "tune": "done"}
-    (found,) = json.loads((tmp_path / "out" / "gluon.json").read_text()).values()
-    (forward,) = (one for key, one in found.items() if key.startswith("attention forward: "))
-    assert len(forward["us"]) > 1 and any("Gluon" in name for name in forward["us"])
+    assert [(one["part"], one["status"]) for one in data["parts"]] == [("tune", "done")]
     ((machine, found),) = json.loads((tmp_path / "out" / "tuning.json").read_text()).items()
     assert machine.startswith(device.STAND_IN)
     (one,) = (one for key, one in found.items() if key.startswith("layer_norm forward: bfloat16"))

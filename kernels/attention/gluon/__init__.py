@@ -24,7 +24,6 @@ from torch import Tensor
 from fastformer.description import Attention
 
 from ...launch import MappedLaunch, TMALaunch
-from ...tuned import GluonOption
 from . import rows
 
 try:  # Triton before 3.6 has no Gluon, and a later one may change it
@@ -42,7 +41,7 @@ class GluonRows(NamedTuple):
     """The rows that can compute the kernels of a call."""
 
     obstacle: str | None = "no kernel in Gluon computes it"  # in words; None if there is none
-    options: Mapping[str, list[GluonOption]] = MappingProxyType({})  # by kernel
+    options: Mapping[str, list[str]] = MappingProxyType({})  # by kernel
     terms: int = 0  # bytes of mask and bias [queries, keys] for each score
 
 
@@ -59,9 +58,7 @@ def gluon_for(
         return GluonRows(why, terms=terms)  # a test may force a row
     found = {
         kernel: [
-            GluonOption(name)
-            for name, row in rows.ROWS[kernel].items()
-            if rows.suits(kernel, row, plan, terms)
+            name for name, row in rows.ROWS[kernel].items() if rows.suits(kernel, row, plan, terms)
         ]
         for kernel in kernels
     }

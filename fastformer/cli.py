@@ -90,9 +90,9 @@ def run_tune(arguments: argparse.Namespace) -> int:
     parser, only = arguments.parser, arguments.only or re.compile("")
     if not arguments.minutes > 0:
         parser.error(f"minutes is {arguments.minutes}; expected a positive number")
-    has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("meta")
-    calls = _common_calls(device, only)
+    device = environment.devices()[:2][-1]  # the CPU, or the first GPU
+    has_gpu = device.type != "cpu"
+    calls = _common_calls(device if has_gpu else torch.device("meta"), only)
     if not calls:
         parser.error(f"--only {only.pattern!r} finds no call")
     if not (has_gpu or arguments.dry_run):

@@ -12,7 +12,7 @@ import torch
 
 import fastformer
 import fastformer_command
-from fastformer import tuning
+from fastformer import environment, tuning
 from fastformer.dispatch import backends
 from fastformer.training import copy_task
 from fastformer_command import main
@@ -172,7 +172,6 @@ def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_p
         ("tune --minutes nan", "minutes is nan; expected a positive number"),
         ("tune --only (", "'(' is no regular expression"),
         ("tune --only warp", "--only 'warp' finds no call"),
-        ("tune --candidates (", "'(' is no regular expression"),
         ("tune --out /nowhere/x.json", "is in a folder that does not exist"),
     ],
 )
@@ -182,13 +181,10 @@ def test_a_bad_option_is_one_line_and_exit_status_2(words, message, refused):
 
 
 def test_what_is_missing_is_named(refused, monkeypatch):
-    """A GPU, a file to write to, matplotlib, and a backend."""
+    """A GPU, matplotlib, and a backend."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         assert "measures on a GPU, and there is none on this machine" in refused("tune")
-        patch.setattr(tuning, "gpu", lambda: torch.device("meta"))
-        patch.setenv("FASTFORMER_TUNING", "off")
-        assert "FASTFORMER_TUNING is off" in refused(*ONE)
         patch.setitem(sys.modules, "matplotlib.figure", None)
         assert 'pip install ".[plot]"' in refused("copy-task", "--plot", "curves.png")
         patch.setattr(backends, "_default", "fastest")
@@ -287,18 +283,18 @@ def test_tune_prints_and_names_what_it_wrote(done, capsys, monkeypatch, tmp_path
     """On a machine with a GPU, the measurement itself apart."""
     out = tmp_path / "gpu.json"
 
-    def run(calls, file, minutes, candidates):
-        assert [key[0] for key in calls] == ["rms_norm"] and minutes == 3
-        assert (file, candidates) == (out, "Gluon|torch")
-        rows = tuple((" ".join(key), "triton", {"triton": 2.0}, {"a": "it lies"}) for key in calls)
+    def run(calls, file, minutes, dry_run):
+        assert [op for op, _ in calls.values()] == ["rms_norm"]
+        assert (file, minutes, dry_run) == (out, 3, False)
+        rows = tuple((name, "triton", {"triton": 2.0}, {"a": "it lies"}) for name in calls)
         if done:
             file.touch()
         return tuning.Tuning(rows, file, done)
 
     monkeypatch.setattr(tuning, "measure", run)
-    monkeypatch.setattr(tuning, "gpu", lambda: torch.device("meta"))
-    more = ["--candidates", "Gluon|torch", "--out", str(out)]
-    assert main([*ONE, "--minutes", "3", *more]) == 0
+    devices = [torch.device("cpu"), torch.device("meta")]
+    monkeypatch.setattr(environment, "devices", lambda: devices)
+    assert main([*ONE, "--minutes", "3", "--out", str(out)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].endswith("backward: triton (triton 2.0 us)")
     assert printed[1] == "    not a: it lies"

@@ -1,21 +1,19 @@
 """What is measured, and what is dropped, by times that the tests supply."""
 
 import functools
-import pickle
-import subprocess
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 import triton.testing
-from tuning_worker import FORWARD, HERE, OP, flat, launches
+from tuning_worker import CPU, FORWARD, HERE, OP, flat, launches
 
 import fastformer as ff
 from fastformer import environment, numerics, tuning
 from fastformer.dispatch import backends, measurements
 from fastformer.dispatch.measurements import Entry
-from fastformer.dispatch.operation import OPERATIONS, call_name
+from fastformer.dispatch.operation import call_name
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning"
@@ -179,26 +177,11 @@ def test_few_queries_take_the_faster_of_two_kernels(one_row, measured, file):
         torch.testing.assert_close(found, call())
 
 
-FAULTS = {
-    "right": (lambda x: x, None),
-    "wrong": (lambda x: 1.01 * x, "disagrees with the reference"),
-    "fails": (lambda x: fail("no such op"), "it fails: RuntimeError: no such op"),
-}
-
-
 @pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("name", FAULTS)
-def test_torchs_op_is_a_candidate_of_a_call_without_gradients(
-    one_row, measured, monkeypatch, name, gradient
-):
-    (fault, why), former = FAULTS[name], OPERATIONS[OP].by_torch
-    record = OPERATIONS[OP]._replace(by_torch=lambda **given: fault(former(**given)))
-    monkeypatch.setitem(OPERATIONS, OP, record)
-    last = measured(attention(gradient, inside=True, H=2))[OP]
-    tried = {} if gradient else {"torch"}
-    assert last.us.keys() == {"triton", "reference", *({} if why else tried)}
-    assert last.choice == "triton" and last.dropped.keys() == {*(tried if why else {})}
-    assert all(why in reason for reason in last.dropped.values())
+def test_torchs_op_is_a_candidate_of_a_call_without_gradients(one_row, measured, gradient):
+    entry = measured(attention(gradient, inside=True, H=2))[OP]
+    assert entry.us.keys() == {"triton", "reference"} | (set() if gradient else {"torch"})
+    assert entry.choice == "triton" and not entry.dropped
 
 
 # --------------------------------------------------------------------------------- the process
@@ -211,105 +194,72 @@ def calls_of(*given):
     return calls
 
 
+@pytest.fixture
+def process(monkeypatch):
+    """process(code, limit): what a measuring process does, and for how many seconds at most."""
+
+    def process(code, limit=tuning.LIMIT):
+        monkeypatch.setattr(tuning, "WORKER", "import sys, time; " + code)
+        monkeypatch.setattr(tuning, "LIMIT", limit)
+
+    return process
+
+
+ENDS = "sys.stdin.read(); print('a\\nthe kernel is gone', file=sys.stderr); sys.exit(3)"
+LATE = "print('64 32 4 1', file=sys.stderr, flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_call_that_ends_its_process_or_is_late_is_dropped(file, process, late):
+    """And not tried again."""
+    process(*((LATE, 2.0) if late else (ENDS,)))
+    calls = calls_of(attention())
+    result = tuning.measure(calls, file, 100.0)
+    ended = "it ends its process: exit status 3: the kernel is gone"
+    reason = "it takes more than 2 s: 64 32 4 1" if late else ended
+    assert result.done and result.rows[0][1:] == (None, {}, {"the call": reason})
+    assert f": nothing ()\n    not the call: {reason}" in str(result)
+    process("sys.exit(4)")
+    assert tuning.measure(calls, file, 100.0).rows == result.rows
+    assert tuning.measure(calls, file, 100.0, dry_run=True).rows == ()
+
+
+def test_the_time_is_limited(file, process):
+    """What was running is not to blame, and the next run measures it."""
+    process(LATE)
+    calls = calls_of(attention(), attention(is_causal=True))
+    result = tuning.measure(calls, file, 1 / 60)
+    assert not result.done and [row[1:] for row in result.rows] == 2 * [("", {}, {})]
+    assert len(tuning.measure(calls, file, 1.0, dry_run=True).rows) == 2 and not file.exists()
+
+
 WORKER = """
-import os, pickle, sys, triton.testing
+import pickle, sys, triton.testing
 from fastformer import tuning
+from tuning_worker import flat
 
-def bench(call, return_mode, timed=[]):
-    timed.append(call())
-    if len(timed) == LAST:
-        print("and then\\nthe kernel is gone", file=sys.stderr, flush=True)
-        os._exit(3)
-    return 1.0
-
-triton.testing.do_bench = bench
+triton.testing.do_bench = lambda call, return_mode: flat(call)
 tuning.REPEATS = 2
 tuning.worker(*pickle.load(sys.stdin.buffer))
 """
 
 
 @pytest.mark.with_all
-def test_a_call_that_ends_its_process_is_not_tried_again(file, monkeypatch):
-    monkeypatch.setattr(tuning, "WORKER", WORKER.replace("LAST", "0"))
-    plain, causal = attention(Sq=23), attention(is_causal=True)
-    result = tuning.measure(calls_of(plain), file, 10.0)
-    ((_, choice, us, _),) = result.rows
-    assert result.done and choice == "triton" and us == dict(triton=1e3, torch=1e3, reference=1e3)
-    before = measurements.read(file, HERE)
-    monkeypatch.setattr(tuning, "WORKER", WORKER.replace("LAST", "2"))
-    result = tuning.measure(calls_of(plain, causal), file, 10.0)
-    reason = "it ends its process: exit status 3: the kernel is gone"
-    assert result.done and result.rows[1][1:] == (None, {}, {"the call": reason})
-    assert f"not the call: {reason}" in str(result)
-    assert before.items() <= measurements.read(file, HERE).items()
-    assert tuning.measure(calls_of(plain, causal), file, 10.0).rows == result.rows
+def test_a_process_writes_what_it_measures(file, monkeypatch):
+    """A kernel is measured once for calls of the same class."""
+    monkeypatch.setattr(tuning, "WORKER", WORKER)
+    result = tuning.measure(calls_of(attention(Sq=23), attention()), file, 10.0)
+    us = dict.fromkeys(("triton", "torch", "reference"), 1e3)
+    assert result.done and [row[1:] for row in result.rows] == 2 * [("triton", us, {})]
+    kernels = [name for name in measurements.measurements(CPU) if name.startswith(FORWARD)]
+    assert len(kernels) == 1
 
 
-class Ends(BaseException):
-    """It ends the process."""
-
-
-def ends(call):
-    raise Ends
-
-
-@pytest.fixture
-def process(monkeypatch):
-    """The process is this one; `ends` ends it, or lasts until the deadline with process.late."""
-
-    def run(command, input, timeout, **_):
-        run.timeouts.append(timeout)
-        run.started += 1
-        try:
-            tuning.worker(*pickle.loads(input))
-        except Ends:
-            if run.late:
-                raise subprocess.TimeoutExpired(command, timeout, stderr=b"tiles\n") from None
-            return subprocess.CompletedProcess(command, -6, stderr=b"a\nthe kernel is gone\n")
-        return subprocess.CompletedProcess(command, 0, stderr=b"")
-
-    run.late, run.timeouts, run.started = False, [], 0
-    run.timer = flat
-    monkeypatch.setattr(triton.testing, "do_bench", lambda call, return_mode: run.timer(call))
-    monkeypatch.setattr(tuning.subprocess, "run", run)
-    return run
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_call_that_ends_its_process_or_is_late_is_dropped(file, process, one_row, late):
-    process.late, process.timer, calls = late, ends, calls_of(attention())
-    result = tuning.measure(calls, file, 100.0)
-    ended = "it ends its process: exit status -6: the kernel is gone"
-    reason = "it takes more than 600 s: tiles" if late else ended
-    assert result.done and result.rows[0][1:] == (None, {}, {"the call": reason})
-    assert process.timeouts == [tuning.LIMIT]
-    process.timer = flat
-    assert tuning.measure(calls, file, 100.0).rows == result.rows and process.started == 1
-    assert tuning.measure(calls, file, 100.0, dry_run=True).rows == ()
-
-
-def test_the_time_is_limited(file, process, one_row):
-    """What was running is not to blame, and the next run measures it; a kernel is measured once."""
-    calls = calls_of(attention(), attention(Sq=23))
-    process.late, process.timer = True, ends
-    result = tuning.measure(calls, file, 1.0)
-    assert not result.done and [row[1:] for row in result.rows] == 2 * [("", {}, {})]
-    assert all(timeout <= 60 for timeout in process.timeouts)
-    assert len(tuning.measure(calls, file, 1.0, dry_run=True).rows) == 2
-    process.timer = flat
-    result = tuning.measure(calls, file, 1.0)
-    assert result.done and all(choice == "triton" for _, choice, _, _ in result.rows)
-    assert len([name for name in measurements.read(file, HERE) if name.startswith(FORWARD)]) == 1
-
-
-def test_a_result_that_cannot_be_kept_is_an_error(file, process, one_row, monkeypatch):
-    monkeypatch.setattr(measurements, "write", lambda *_: throw(OSError("no space left")))
-    with pytest.raises(OSError, match="no space left"):
+def test_a_result_that_cannot_be_kept_is_an_error(file, process):
+    process(ENDS)
+    file.mkdir()
+    with pytest.raises(OSError):
         tuning.measure(calls_of(attention()), file, 1.0)
-
-
-def throw(error):
-    raise error
 
 
 # -------------------------------------------------------------------------------------------- tune

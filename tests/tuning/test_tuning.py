@@ -1,12 +1,9 @@
-"""The file of measurements: what is written, what is read, what is ignored, and what calls take of
-it.
-"""
+"""The file of measurements, and what calls take of it."""
 
 import itertools
 import json
 import logging
 import math
-import os
 from collections import namedtuple
 from pathlib import Path
 
@@ -15,13 +12,13 @@ import torch
 from tuning_worker import CPU, FORWARD, HERE, OP
 
 import fastformer as ff
-from fastformer import tuning, use_backend
+from fastformer import environment, tuning, use_backend
 from fastformer.dispatch import backends, measurements
 from fastformer.dispatch.measurements import Entry
-from fastformer.dispatch.operation import OPERATIONS
+from fastformer.dispatch.operation import OPERATIONS, call_name
 from fastformer.ops import examples
 
-MACHINE = measurements.machine
+MACHINE = environment.machine
 
 
 def entry(choice="64 32 4 1", **us):
@@ -38,50 +35,24 @@ def logged(caplog):
 
 
 def test_what_is_written_is_read(file, logged):
-    found = {(FORWARD, "a"): entry(), ("layer_norm", "b"): entry(None)._replace(us={})}
+    """A second run adds to the first. The results of another machine are replaced."""
+    measurements.write(file, HERE.replace("GPU A", "GPU B"), {"c": entry()})
+    measurements.write(file, HERE, {"a": entry(), "b": entry()})
+    (line,) = logged()
+    assert "they are of GPU B, driver" in line and "; this is GPU A, driver" in line
+    found = {"a": entry("128 64 8 2"), "d": entry(None)._replace(us={})}
     measurements.write(file, HERE, found)
-    assert measurements.measurements(CPU) == found
-    assert measurements.choices(CPU) == {(FORWARD, "a"): "64 32 4 1"}
-    assert measurements.read(file, HERE) == found
-    assert measurements.left_to_torch(CPU) == frozenset() and logged() == []
-    assert {path.name for path in file.parent.iterdir()} <= {file.name, file.name + ".lock"}
+    assert measurements.measurements(CPU) == {"b": entry()} | found and len(logged()) == 1
+    assert backends._choices(CPU) == {"a": "128 64 8 2", "b": "64 32 4 1"}
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_second_run_adds_to_the_first_and_keeps_other_machines(file):
-    other = HERE.replace("GPU A", "GPU B")
-    measurements.write(file, HERE, {(FORWARD, "a"): entry(), (FORWARD, "b"): entry()})
-    measurements.write(file, other, {(FORWARD, "a"): entry("128 64 8 2")})
-    measurements.write(file, HERE, {(FORWARD, "a"): entry("128 64 8 2"), (FORWARD, "c"): entry()})
-    found = {case: e.choice for (_, case), e in measurements.read(file, HERE).items()}
-    assert found == dict(a="128 64 8 2", b="64 32 4 1", c="64 32 4 1")
-    assert list(measurements.read(file, other)) == [(FORWARD, "a")]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_two_processes_write_at_once(file):
-    children = []
-    for name in "ab":
-        children.append(os.fork())
-        if children[-1] == 0:
-            for i in range(30):
-                measurements.write(file, HERE, {(FORWARD, f"{name} {i}"): entry()})
-            os._exit(0)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    assert len(measurements.read(file, HERE)) == 60
-
-
-def test_a_writer_that_fails_leaves_the_file(file, monkeypatch):
-    measurements.write(file, HERE, {(FORWARD, "a"): entry()})
+def test_a_writer_that_fails_leaves_the_file(file):
+    measurements.write(file, HERE, {"a": entry()})
     before = file.read_text()
     with pytest.raises(TypeError):
-        measurements.write(file, HERE, {(FORWARD, "b"): Entry("x", {"x": object()}, {})})
+        measurements.write(file, HERE, {"b": Entry("x", {"x": object()}, {})})
     assert file.read_text() == before
-    assert {path.name for path in file.parent.iterdir()} <= {file.name, file.name + ".lock"}
-
-
-# --------------------------------------------------------------------------------- what is ignored
-
-GOOD = {HERE: {f"{FORWARD}: a": entry()._asdict()}}
 
 
 def changed(**fields):
@@ -89,23 +60,18 @@ def changed(**fields):
 
 
 BAD = {
-    "empty": ("", "Expecting value"),
-    "half-written": (json.dumps(GOOD)[:-40], "Unterminated string"),
+    "half-written": (json.dumps(changed())[:-40], "Unterminated string"),
     "binary": (b"\xff\xfe\x00", "can't decode"),
     "nested": ("[" * 100_000, "recursion"),
     "a list": ([], "no attribute 'items'"),
-    "another file": ({"name": "x"}, "it holds nothing; this is GPU A"),
-    "an older format": ({"format": 2, "machines": []}, "it holds nothing; this is GPU A"),
-    "another machine": ({HERE.replace("570.1", "571"): {}}, "it holds GPU A, driver 571, torch"),
+    "an older format": ({"format": 2, "machines": []}, "too many values to unpack"),
+    "another machine": ({HERE.replace("570.1", "571"): {}}, "they are of GPU A, driver 571, torch"),
     "a list of results": ({HERE: {f"{FORWARD}: a": [1]}}, "must be a mapping"),
-    "a kind alone": ({HERE: {FORWARD: entry()._asdict()}}, "not enough values to unpack"),
     "no entry": ({HERE: {f"{FORWARD}: a": {"choice": "x"}}}, "missing 2 required"),
-    "a choice that is no name": (changed(choice=["x"]), "its results are broken"),
-    "a choice without a time": (changed(choice="x"), "its results are broken"),
+    "a choice without a time": (changed(choice="x"), "the choice is x"),
     "a time that is no number": (changed(us={"64 32 4 1": "fast"}), "'<' not supported"),
-    "a time of zero": (changed(us={"64 32 4 1": 0}), "its results are broken"),
-    "an infinite time": (changed(us={"64 32 4 1": math.inf}), "its results are broken"),
-    "no reasons": (changed(dropped=None), "its results are broken"),
+    "a time of zero": (changed(us={"64 32 4 1": 0}), "the choice is 64 32 4 1 of"),
+    "an infinite time": (changed(us={"64 32 4 1": math.inf}), "the choice is 64 32 4 1 of"),
 }
 
 
@@ -117,46 +83,31 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_line(name, file, logged)
     else:
         file.write_text(content if isinstance(content, str) else json.dumps(content))
     for _ in range(2):
-        assert measurements.measurements(CPU) == {} and measurements.choices(CPU) == {}
+        assert measurements.measurements(CPU) == {} and backends._choices(CPU) == {}
     (line,) = logged()
     assert str(file) in line and reason in line
 
 
 def test_fastformer_tuning_names_the_file(file, logged, monkeypatch):
-    """Or is off, or empty. One that is named and not there is logged, but not by a CPU, which has
-    no measurements.
-    """
+    """Or is off. By default it is in the cache directory. A CPU has no measurements."""
+    measurements.write(file, HERE, {"a": entry()})
+    monkeypatch.setattr(environment, "machine", MACHINE)
     assert measurements.measurements(CPU) == {}
-    (line,) = logged()
-    assert str(file) in line
-    monkeypatch.setattr(measurements, "machine", MACHINE)
-    measurements.forget()
-    assert measurements.measurements(CPU) == {} and len(logged()) == 1
-    monkeypatch.setattr(measurements, "machine", lambda device: HERE)
-    measurements.write(file, HERE, {(FORWARD, "a"): entry()})
+    monkeypatch.setattr(environment, "machine", lambda device: HERE)
+    backends.measure_again()
+    assert measurements.measurements(CPU) == {"a": entry()}
     monkeypatch.setenv("FASTFORMER_TUNING", "off")
-    measurements.forget()
-    assert measurements.path() is None
-    assert measurements.measurements(CPU) == {} and len(logged()) == 1
-
-
-def test_without_a_file_nothing_is_logged(file, logged, monkeypatch):
-    monkeypatch.setattr(measurements, "default_path", lambda: file)
-    for empty in (True, False):
-        if empty:
-            monkeypatch.setenv("FASTFORMER_TUNING", "")
-        else:
-            monkeypatch.delenv("FASTFORMER_TUNING")
-        measurements.forget()
-        assert measurements.path() == file
-        assert measurements.measurements(CPU) == {} and logged() == []
-
-
-def test_the_default_file_is_in_the_cache_directory(monkeypatch):
+    backends.measure_again()
+    assert measurements.path() is None and measurements.measurements(CPU) == {}
     platformdirs = pytest.importorskip("platformdirs")
-    monkeypatch.delenv("FASTFORMER_TUNING", raising=False)
-    cache = platformdirs.user_cache_dir("fastformer", appauthor=False)
-    assert measurements.path() == Path(cache) / "tuning.json"
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda *_, **__: str(file.parent))
+    for value in ("", None):
+        monkeypatch.delenv("FASTFORMER_TUNING")
+        if value is not None:
+            monkeypatch.setenv("FASTFORMER_TUNING", value)
+        assert measurements.path() == Path(file)
+        monkeypatch.setenv("FASTFORMER_TUNING", "off")
+    assert logged() == []
 
 
 # ------------------------------------------------------------------------------- what calls take
@@ -199,7 +150,9 @@ def test_names_of_cases():
     case = namedtuple("Case", "left, right, mask, kind")(True, False, 2, 0)
     assert tuned.flags(case) == "left mask=2" and tuned.flags(case, "left") == "mask=2"
     assert tuned.named(torch.float32, "tf32", rows=5, columns=64) == "float32 tf32 rows8 columns64"
-    assert tuned.named(torch.bfloat16, "tf32", rows=1) == "bfloat16 rows1"
+    assert tuned.named(torch.bfloat16, "tf32", rows=1, none=0) == "bfloat16 rows1 none1"
+    powers = [ff.description.next_power_of_2(n) for n in (0, 1, 2, 3, 64, 65)]
+    assert powers == [1, 1, 2, 4, 64, 128]
 
 
 def test_measured_tiles_reach_the_launches(file, attention):
@@ -209,13 +162,14 @@ def test_measured_tiles_reach_the_launches(file, attention):
     tiled = [x for x in questions(attention) if x.kernel != "attention short backward"]
     for question in tiled:
         option = next(o for o in question.options() if o[:2] != question.shipped[:2])
-        chosen[question.kernel, question.case] = option
-    measurements.write(file, HERE, {k: entry(tuned.label(option)) for k, option in chosen.items()})
+        chosen[question.name] = option
+    measurements.write(file, HERE, {n: entry(tuned.label(option)) for n, option in chosen.items()})
     backends.measure_again()
     after, out, x = attention()
     assert len(chosen) == 3
-    for (kernel, _), (BM, BN, warps, _) in chosen.items():
-        name = {FORWARD: "forward_kernel"}.get(kernel, f"backward_{kernel.split()[-1]}_kernel")
+    for question, (BM, BN, warps, _) in chosen.items():
+        kernel = question.partition(":")[0].removeprefix("attention ")
+        name = "forward_kernel" if kernel == "forward" else f"backward_{kernel}_kernel"
         assert after[name] == (BM, BN, warps) != before[name]
     with use_backend("reference"):
         y = x.detach()
@@ -231,7 +185,7 @@ TILED = {"layer_norm", "dropout_add_rms_norm", "feed_forward", "swiglu", "cross_
 def test_every_measured_row_of_tiles_reaches_its_launch(file, op, monkeypatch):
     """And computes the same, to the policy."""
     launch, tuned = (pytest.importorskip(f"fastformer.kernels.{x}") for x in ("launch", "tuned"))
-    call, taken = tuning.Call(op, backends.checked(op, **SMALL[op])), []
+    given, taken = backends.checked(op, **SMALL[op]), []
     former = launch.Launch.__init__
 
     def remember(self, kernel, grid, arguments, warps, *rest, **named):
@@ -242,19 +196,20 @@ def test_every_measured_row_of_tiles_reaches_its_launch(file, op, monkeypatch):
         former(self, kernel, grid, arguments, warps, *rest, **named)
 
     monkeypatch.setattr(launch.Launch, "__init__", remember)
-    asked = questions(call)
+    testing = pytest.importorskip("triton.testing")
+    monkeypatch.setattr(testing, "do_bench", lambda call, return_mode: 1.0)
+    asked = questions(lambda: tuning.results(op, given, "triton"))
     assert asked
     for question in asked:
         options = [o for o in question.options() if not isinstance(o, str)]
         assert len(options) > 3 and all(type(o) is type(question.shipped) for o in options)
         option = next(o for o in options if o[0] != question.shipped[0])
-        case = question.kernel, question.case
-        measurements.write(file, HERE, {case: entry(tuned.label(option))})
+        measurements.write(file, HERE, {question.name: entry(tuned.label(option))})
         backends.measure_again()
         taken.clear()
-        call()
+        tuning.results(op, given, "triton")
         assert option in taken
-        assert call.drop_reason() is None
+        assert not tuning.compare(op, given, {"it": ("triton", {question.kernel: option})}).dropped
 
 
 def test_a_forced_choice_ends_with_its_context(file, attention):
@@ -271,10 +226,9 @@ def test_a_forced_choice_ends_with_its_context(file, attention):
 
 def test_tiles_that_no_kernel_has_are_ignored_with_one_line(file, attention, logged):
     (question, *_) = questions(attention)
-    measurements.write(file, HERE, {(question.kernel, question.case): entry("100 3 5 9")})
-    for _ in range(2):
-        backends.measure_again()
-        taken = attention()[0]
+    measurements.write(file, HERE, {question.name: entry("100 3 5 9")})
+    backends.measure_again()
+    taken = attention()[0]
     assert taken["forward_kernel"] == question.shipped[:3]
     (line,) = logged()
     assert FORWARD in line and "'100 3 5 9'" in line
@@ -288,7 +242,7 @@ def plain(gradient=False, S=40):
 
 
 def named(op, **arguments):
-    return op, measurements.call_name(backends.checked(op, **arguments))
+    return call_name(op, backends.checked(op, **arguments))
 
 
 def key(gradient=False):
@@ -398,7 +352,7 @@ def test_calls_that_torch_does_not_have(op, given):
 
 def test_without_a_call_for_torch_no_call_has_a_name(file, on_a_gpu, monkeypatch):
     measurements.write(file, HERE, {key(): Entry("triton", {"triton": 1.0, "torch": 2.0}, {})})
-    monkeypatch.setattr(measurements, "call_name", lambda arguments: pytest.fail("it costs time"))
+    monkeypatch.setattr(backends, "call_name", lambda *_: pytest.fail("it costs time"))
     with use_backend("auto"):
         ff.scaled_dot_product_attention(**QKV, is_causal=True)
 
@@ -419,28 +373,19 @@ def test_the_rows_of_all_architectures_are_candidates_on_each(dtype):
     assert (wide in configurations.rows("forward", dtype, 128)) == half
 
 
-def test_the_classes_of_a_kernel_round_sizes_up():
-    from fastformer.kernels import tuned
-
-    assert tuned.named(torch.float16, "tf32", q=1000, D=64, none=0) == "float16 q1024 D64 none1"
-    assert tuned.named(torch.float32, "tf32", q=65) == "float32 tf32 q128"
-    powers = [ff.description.next_power_of_2(n) for n in (0, 1, 2, 3, 64, 65)]
-    assert powers == [1, 1, 2, 4, 64, 128]
-
-
 # ------------------------------------------------------------------------------- names of calls
 
 
 def test_the_name_of_a_call():
     x = torch.randn(3, 5, 24, requires_grad=True)
-    _, name = named("layer_norm", input=x, normalized_shape=24, weight=torch.ones(24))
-    assert name == "float32 input=3x5x24 normalized_shape=24 weight=24 backward"
+    name = named("layer_norm", input=x, normalized_shape=24, weight=torch.ones(24))
+    assert name == "layer_norm float32 input=3x5x24 normalized_shape=24 weight=24 backward"
     heads = torch.randn(2, 40, 3, 16, dtype=torch.float16).transpose(1, 2)
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
-    _, name = named(OP, query=heads, key=heads, value=heads, attn_mask=mask, window=(8, 100))
+    name = named(OP, query=heads, key=heads, value=heads, attn_mask=mask, window=(8, 100))
     tensor = "2x3x40x16:1920x16x48x1"
     assert name == (
-        f"float16 query={tensor} key={tensor} value={tensor} "
+        f"{OP} float16 query={tensor} key={tensor} value={tensor} "
         "attn_mask=2x1x1x40:bool window=8x100 causal_alignment=top_left"
     )
 
@@ -461,29 +406,23 @@ def test_names_tell_calls_apart():
 
 @pytest.mark.parametrize("op", sorted(SMALL))
 def test_every_op_has_a_part_that_float64_can_compute(op):
-    given = backends.checked(op, **SMALL[op])
-    call, part = tuning.Call(op, given), tuning.part(op, given)
-    results = call.results(part, "reference")
-    wide = call.results(tuning.changed(part, tuning._double), "reference")
-    assert len(results) == len(wide) > call.gradient and wide[0].dtype == torch.float64
-    assert SMALL.keys() == OPERATIONS.keys()
+    given = examples.copied(examples.part(backends.checked(op, **SMALL[op])))
+    results = tuning.results(op, given, "reference")
+    double = examples.copied(given, lambda x: x.double() if x.is_floating_point() else x)
+    wide = tuning.results(op, double, "reference")
+    assert [x.shape for x in results] == [x.shape for x in wide]
+    assert wide[0].dtype == torch.float64 and SMALL.keys() == OPERATIONS.keys()
 
 
-def test_the_part_of_a_call(monkeypatch):
-    monkeypatch.setattr(tuning, "LENGTH", 30)
+def test_the_part_of_a_call():
+    """It has what the whole call has for these heads."""
     x, lengths = torch.randn(3, 2, 40, 16), torch.tensor([40, 20, 10])
-    given = dict(query=x[:, :, :35], key=x, value=x, key_lengths=lengths, bias=torch.zeros(40))
-    part = tuning.part(OP, backends.checked(OP, **given))
-    assert [part[n].shape for n in ("query", "key", "value")] == 3 * [(2, 2, 30, 16)]
-    assert part["attention"].key_lengths.tolist() == [30, 20]
-    assert part["attention"].bias.shape[-1] == 30
-    rows = backends.checked("rms_norm", **NORM | dict(input=torch.randn(3, 500, 16)))
-    assert tuning.part("rms_norm", rows)["input"].shape == (1, 496, 16)
-
-
-def test_calls_that_are_not_measured():
-    calls = {}
-    for x in (torch.zeros(0, 8), torch.zeros(3, 8).double(), torch.zeros(3, 8)):
-        given = backends.checked("layer_norm", input=x, normalized_shape=8)
-        tuning.add(calls, "layer_norm", given)
-    assert list(calls) == [("layer_norm", "float32 input=3x8 normalized_shape=8")]
+    query = torch.randn(3, 4, 35, 16)
+    given = dict(query=query, key=x, value=x, enable_gqa=True, key_lengths=lengths)
+    given |= dict(bias=torch.randn(4, 35, 40), alibi_slopes=torch.rand(3, 4), sinks=torch.randn(4))
+    given |= dict(attn_mask=torch.rand(3, 1, 1, 40) > 0.1, dropout_p=0.2, dropout_seed=3)
+    whole = backends.checked(OP, **given)
+    part = examples.part(whole)
+    assert [part[n].shape[:2] for n in ("query", "key", "value")] == [(1, 2), (1, 1), (1, 1)]
+    have, want = (tuning.results(OP, one, "reference")[0] for one in (part, whole))
+    torch.testing.assert_close(have, want[:1, :2])

@@ -130,9 +130,10 @@ def _inherited() -> str | None:
     return torch._C._get_obj_in_tls(_CHOICE)
 
 
-def runs_directly() -> bool:
+def runs_directly(observed: bool = False) -> bool:
     """Return whether an op on plain tensors of the CPU runs on the reference, and nothing else is
-    to be done: nothing observes, explains, logs, casts, transforms or traces the call.
+    to be done: nothing casts, transforms or traces the call and, unless `observed`, nothing
+    observes, explains or logs it.
 
     A contract may then skip the dispatch. This looks at the state of the thread once.
     """
@@ -141,10 +142,15 @@ def runs_directly() -> bool:
     state = _state.__dict__
     return (
         (state["backend"] or _default) in _ON_A_CPU
-        and state["explained"] is state["on_choice"] is None
         and not state["not_from_python"]
         and not formula.always
-        and not _log.isEnabledFor(logging.INFO)
+        and (
+            observed
+            or (
+                state["explained"] is state["on_choice"] is None
+                and not _log.isEnabledFor(logging.INFO)
+            )
+        )
     )
 
 

@@ -15,18 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.checks import autocast_dtype
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
     Accelerated,
+    class_for,
     ops_of,
     record_torch,
     unsupported_parameter,
     unsupported_tensor,
 )
 from fastformer.drop_in.replacements.norms import FusedLayerNorm
-from fastformer.eager import eager
 from fastformer.nn.seeds import Seeds
 from fastformer.nn.stream import (
     ResidualStream,
@@ -172,6 +171,10 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         masks = (src_mask, src_key_padding_mask)
+        if is_left_to_torch(self, src, masks, is_causal) and self._is_plain(src):
+            record_torch(type(self).__name__, "without gradients, on a CPU, torch has it as one op")
+            with torch._C.DisableTorchFunction():  # else torch runs no such op within `explain`
+                return nn.TransformerEncoderLayer.forward(self, src, None, src_key_padding_mask)
         names = ("src_mask", "src_key_padding_mask")
         return self._forward_on_stream(
             (src, *masks),
@@ -179,13 +182,25 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             lambda: (encoder_visibility(self, src, masks, is_causal, names),),
         )
 
+    def _is_plain(self, x: Tensor) -> bool:
+        """Return whether torch's op for a full layer, which reads nothing but parameters, computes
+        what the submodules do with x [N, L, E].
+        """
+        parts: dict[str, Any] = self._modules  # a hot path
+        for part in parts.values():
+            if type(part) not in _PLAIN or part.training or "forward" in part.__dict__:
+                return False
+            if part._parameters.get("bias", part) is None:  # torch raises an error
+                return False
+        attention = parts["self_attn"]
+        return (
+            attention.batch_first
+            and attention.embed_dim == x.size(-1)
+            and not attention._appends_keys()
+            and op_activation(self.activation) in ("relu", "gelu")
+        )
+
     def _through(self, stream: ResidualStream, visibility: Visibility) -> None:
-        if not self.training and _is_left_to_torch(stream.x, visibility) and self._is_plain():
-            why = "without gradients, on a CPU, torch has the layer as one op"
-            record_torch(type(self).__name__, why)
-            with torch._C.DisableTorchFunction():  # else torch runs no such op within `explain`
-                stream.x = self._original.forward(self, stream.value(), None, visibility.padding)
-            return
         attend = self._attention_sublayer(stream, 0, "self_attn", visibility)
         feed_forward = self._feed_forward_sublayer(stream, 2)
         with ops_of(self):
@@ -193,44 +208,43 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             stream.add_sublayer(attend, self.norm1, self.dropout1, first, 1)
             stream.add_sublayer(feed_forward, self.norm2, self.dropout2, first, 3)
 
-    def _is_plain(self) -> bool:
-        """Return whether torch's op for a full layer, which reads nothing but parameters, computes
-        what the submodules do.
-        """
-        attention, norms = attention_of(self, "self_attn"), (self.norm1, self.norm2)
-        dropouts = (self.dropout, self.dropout1, self.dropout2)
-        linears = (self.linear1, self.linear2)
-        return (
-            attention.batch_first
-            and not attention._appends_keys()
-            and all(isinstance(norm, FusedLayerNorm) for norm in norms)
-            and all(type(linear) is nn.Linear for linear in linears)
-            and all(x.bias is not None for x in (*norms, *linears))  # torch raises an error
-            and all(type(x) is nn.Dropout and not x.training for x in dropouts)
-            and is_unmodified(*norms, *linears, *dropouts)
-            and op_activation(self.activation) in ("relu", "gelu")
-        )
+
+_PLAIN = {  # the classes of the submodules that torch's op computes
+    class_for(FusedMultiheadAttention, nn.MultiheadAttention),
+    class_for(FusedLayerNorm, nn.LayerNorm),
+    *(nn.Linear, nn.Dropout, nn.ReLU, nn.GELU),
+}
 
 
-def _is_left_to_torch(x: Tensor, visibility: Visibility) -> bool:
-    """Return whether torch's own layer runs such a call, as one op: without gradients, on a CPU,
-    and with no mask but padding that leaves each query a key.
+def is_left_to_torch(
+    module: nn.Module,
+    x: Tensor,
+    masks: tuple[Tensor | None, Tensor | None],
+    is_causal: bool | None,
+) -> bool:
+    """Return whether a call of an encoder, or of a layer, is left to torch, whose op for a full
+    layer is the fastest: at inference on a CPU, with no mask but padding that leaves each query a
+    key.
     """
-    mask, bias, is_causal, packing, padding = visibility
-    return not (
-        x.device.type != "cpu"
-        or torch.is_grad_enabled()
-        or backends.current_backend() == "triton"
-        or not eager(x)
-        or x.dim() != 3
-        or autocast_dtype(x) is not None
-        or not torch.backends.mha.get_fastpath_enabled()
-        or is_causal
-        or bias is not None
-        or packing is not None
-        or (padding is None and mask is not None)
-        or (padding is not None and padding.all(1).any())
+    mask, padding = masks
+    return (
+        not (module.training or torch.is_grad_enabled() or is_causal)
+        and mask is None
+        and type(x) is Tensor
+        and x.is_cpu
+        and x.dim() == 3
+        and torch.backends.mha.get_fastpath_enabled()
+        and backends.runs_directly(observed=True)
+        and not torch._C._is_tracing()
+        and (padding is None or (type(padding) is Tensor and _leaves_keys(padding, x)))
     )
+
+
+def _leaves_keys(padding: Tensor, x: Tensor) -> bool:
+    """Return whether padding hides keys of x [N, L, E], but not all of a query."""
+    if padding.dtype != torch.bool:
+        return hasattr(padding, "leaves_keys")  # a mask that a stack has made, after this check
+    return padding.shape == x.shape[:2] and True not in padding.all(1).tolist()
 
 
 def encoder_visibility(

@@ -8,6 +8,7 @@ Shapes: N batch, L queries, S keys, E features.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from fastformer.drop_in.replacements.layers import (
     attention_of,
     decoder_context,
     encoder_visibility,
+    is_left_to_torch,
 )
 from fastformer.eager import eager
 from fastformer.nn.padding import Packing, packing_of, pad, unpad
@@ -121,6 +123,9 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         those of the model, from this stack's on.
         """
         padding = src_key_padding_mask
+        if self._is_left_to_torch(src, mask, padding, is_causal):
+            with torch._C.DisableTorchFunction():  # else padding stays within `explain`
+                return nn.TransformerEncoder.forward(self, src, None, _added(padding, src))
         reason = unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
         hidden = padding if self._drops_padding and src.dim() == 3 else None
@@ -151,6 +156,16 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             hidden = self._batch_as_given(hidden).unsqueeze(-1)
             stream.x = stream.value().masked_fill(hidden, 0.0)
         return self._stream_output(stream)
+
+    def _is_left_to_torch(
+        self, src: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool | None
+    ) -> bool:
+        """Return whether `is_left_to_torch`, and whether torch reads padding as the layers do."""
+        if not is_left_to_torch(self, src, (mask, padding), is_causal):
+            return False
+        if padding is None:
+            return True
+        return not self._drops_padding and all(_is_plain(layer, src) for layer in self.layers)
 
     def _forward_packed(
         self, src: Tensor, packing: Packing, is_causal: bool, seeds: Seeds
@@ -191,6 +206,19 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         if not getattr(self, "mask_check", True):
             return True
         return _may_decide(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
+
+
+def _is_plain(layer: nn.Module, x: Tensor) -> bool:
+    return isinstance(layer, FusedTransformerEncoderLayer) and layer._is_plain(x)
+
+
+def _added(padding: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return padding as the term of the scores that torch makes of it, with a mark."""
+    if padding is None:
+        return None
+    term = torch.zeros_like(padding, dtype=x.dtype).masked_fill_(padding, -math.inf)
+    term.leaves_keys = True  # type: ignore[attr-defined]
+    return term
 
 
 def _packing_worth_it(hidden: Tensor) -> Packing | None:

@@ -332,11 +332,10 @@ def measure_again() -> None:
 
 def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
     """Replace the reason by the measured speed-up of this call, if there is one."""
-    first = next(iter(arguments.values()))
-    known = {} if torch.compiler.is_compiling() else measurements.measurements(first.device)
-    if not known or choice.backend == "reference":
+    if choice.backend == "reference" or torch.compiler.is_compiling():
         return choice
-    entry = known.get(call_name(choice.op, arguments))
+    known = measurements.measurements(next(iter(arguments.values())).device)
+    entry = known.get(call_name(choice.op, arguments)) if known else None
     ran = choice.backend
     if entry is None or ran not in entry.us:
         return choice

@@ -241,7 +241,7 @@ def on_gpu(processes: int = CORES) -> dict[str, list[Part]]:
     tune = [*COMMAND, "tune", "--minutes", "9", "--out", "FOLDER/tuning.json"]
     shards = {str(i): ["--shard", f"{i}/8"] for i in range(8)}
     return {
-        "headline": headline(),
+        "headline": headline(processes),
         "tune": [Part("tune", tune, 580, silence=580.0)],  # silent until a call is measured
         "tests": [tests("kernel-tests", 560, "tests").split(shards)],
         "rest": [

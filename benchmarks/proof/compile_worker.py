@@ -419,7 +419,7 @@ def call_rotary_embedding(case: dict[str, Any], recorder: Recorder) -> None:
 def call_gated(case: dict[str, Any], recorder: Recorder) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     x, w, w_2 = (empty(*shape, dtype=dtype) for shape in ((512, 1024), (2 * n, 1024), (1024, n)))
-    arguments = (x, w, None, w_2, None, 0.1, empty(1, dtype=torch.int64), None)
+    arguments = (x, w, None, w_2, None, 0.1, empty(1, dtype=torch.int64))
     both(feed_forward, f"{case['op']}_", arguments, [True, True, False, True, False])
 
 

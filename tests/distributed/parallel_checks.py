@@ -374,6 +374,9 @@ def refusals(folder):
         r"layer_norm: input has placement Shard\(dim=2\).*; expected .* its first 2 dim": lambda: (
             ff.layer_norm(placed(x, Shard(2)), 8, of_all)
         ),
+        r"rms_norm: input has placement Shard.dim=2.*; expected .* its first 2 dim": lambda: (
+            ff.rms_norm(placed(drawn(2, 3, 4, 8), Shard(2)), (4, 8))
+        ),
         r"cross_entropy: reduction is 'mean' beside DTensors; expected 'none'": lambda: (
             ff.cross_entropy(rows, labels)
         ),

@@ -185,24 +185,6 @@ def _through_reference(
     return gradients_through(outputs, grads, inputs)
 
 
-def outputs(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Run a forward without gradient. Return all its outputs."""
-    return _as_tuple(_pairs[op].forward(*pack(arguments.values())))
-
-
-def gradients(
-    op: str,
-    arguments: dict[str, Any],
-    grads: Sequence[Tensor | None],
-    outputs: Sequence[Tensor],
-    needs: list[bool],
-) -> list[Tensor]:
-    """Run the backward of a kernel, given all outputs of its forward."""
-    pair, values = _pairs[op], pack(arguments.values())
-    saved = [values[i] for i in pair.from_arguments] + [outputs[i] for i in pair.from_outputs]
-    return list(pair.backward(*grads, *saved, needs))
-
-
 def _has_tangent(values: Sequence[object]) -> bool:
     """Return whether one of the tensors may carry a tangent of forward-mode differentiation."""
     levels = torch._C._functorch.get_interpreter_stack() or ()

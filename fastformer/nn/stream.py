@@ -158,13 +158,14 @@ def apply_feed_forward(
             gated = getattr(functional, activation)
             return gated(x, *parameters, p, dropout_seed=dropout_seed)
         return functional.feed_forward(x, *parameters, activation, p, dropout_seed=dropout_seed)
+    hidden = w_1(x)
     weight: Any = getattr(w_1, "weight", None)
-    if activation in GATED and backends.is_dtensor(weight) and weight.placements[0].is_shard():
+    if backends.is_dtensor(weight) and activation in GATED and hidden.shape[-1] != len(weight):
         raise ValueError(
-            f"activation is {activation!r} and w_1 is sharded; expected a complete w_1: a shard of "
-            "its rows holds those of other hidden units for z than for v"
+            f"activation is {activation!r} and w_1 returns {hidden.shape[-1]} of {len(weight)} "
+            "features; expected all of them: a part holds other hidden units for z than for v"
         )
-    return w_2(dropout(_activated(w_1(x), activation)))
+    return w_2(dropout(_activated(hidden, activation)))
 
 
 def _activated(hidden: Tensor, activation: str | Callable[[Tensor], Tensor]) -> Tensor:

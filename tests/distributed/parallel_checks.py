@@ -380,6 +380,11 @@ def refusals(folder):
         r"cross_entropy: reduction is 'mean' beside DTensors; expected 'none'": lambda: (
             ff.cross_entropy(rows, labels)
         ),
-        r"activation is 'swiglu' and w_1 is sharded": lambda: gated(x),
+        r"activation is 'swiglu' and w_1 returns 16 of 32 features": lambda: gated(x),
     }.items():
         refused(message, call)
+    gated = ff.PositionwiseFeedForward(8, 16, dropout=0.0, activation="swiglu")
+    expected = gated(x)
+    for module in (gated.w_1, gated):  # whose weights are complete in its forward
+        fully_shard(module, mesh=mesh)
+    torch.testing.assert_close(gated(x), expected)

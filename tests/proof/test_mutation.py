@@ -1,9 +1,5 @@
 """The bugs of tests/bugs/ can be planted and have verdicts; the runner names tests that fail."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks import ROOT
@@ -15,64 +11,44 @@ def double(x):
 """
 CASES = """
 import os
+import time
 import pytest
 from code_under_test import double
-
-CALLS = []
 
 @pytest.mark.parametrize("x", [0, 1, 2])
 def test_double(x):
     assert double(x) == x + x
 
 def test_that_passes():
-    CALLS.append(1)
+    pass
 
 def test_that_ends_the_process():
     if double(1) != 2:
         os._exit(0)
 
-@pytest.mark.parametrize("x", [1, 0, 2])
-def test_behind_others(x):
-    assert double(x) == 2 * x or x == 1 and not CALLS
-    CALLS.append(1)
+def test_that_hangs():
+    if double(1) != 2:
+        time.sleep(600)
 """
 
 
-def test_the_runner_names_the_cases_that_fail(tmp_path):
-    """Of each function the first; also behind one that ends its process, and in another file. One
-    that fails behind others alone does not count, but the rest of its function does.
-    """
-    (tmp_path / "conftest.py").write_text("import code_under_test")
-    (tmp_path / "code_under_test.py").write_text(CODE)
-    files = "test_code.py", "test_other.py"
-    groups = []
-    for file in files:
-        (tmp_path / file).write_text(CASES)
-        groups += [[f"{file}::test_double[{x}]" for x in range(3)], [f"{file}::test_that_passes"]]
-        groups += [[f"{file}::test_that_ends_the_process"]]
-        groups += [[f"{file}::test_behind_others[{x}]" for x in (1, 0, 2)]]
-    broken = "code_under_test.py", CODE.replace("2 * x", "3 * x")
-    unreadable = "code_under_test.py", "def"
-    changes = broken, unreadable, ("", "")
-    questions = [json.dumps([*change, files, groups[:7]]) for change in changes]
-    process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.proof.mutation", "--work"], input="\n".join(questions),
-        cwd=tmp_path, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True,
-    )  # fmt: skip
-    found = [json.loads(line)["failed"] for line in process.stdout.splitlines()]
-    first = "test_double[1]", "test_that_ends_the_process", "test_behind_others[2]"
-    expected = [f"test_code.py::{x}" for x in first] + [f"test_other.py::{x}" for x in first[:2]]
-    assert found == [expected, ["conftest.py"], []], process.stderr
-    assert (tmp_path / "code_under_test.py").read_text() == CODE
-
-
-def test_statements():
-    source = (
-        "def f(x):\n    if (x\n        > 1):\n        return [x,\n                1]\n\n\nF = f(1)"
-    )
-    assert mutation._statements(source, 3, 3) == ({2, 3}, True)
-    assert mutation._statements(source, 5, 5) == ({4, 5}, True)
-    assert mutation._statements(source, 8, 8) == ({8}, False)
+def test_the_runner_names_the_cases_that_fail(tmp_path, monkeypatch):
+    """Of each function the first; also one that ends its process, or hangs, and those behind it."""
+    monkeypatch.setattr(mutation, "SILENCE", 5)
+    (folder := tmp_path / "checkout").mkdir()
+    (folder / "pytest.ini").write_text("[pytest]")
+    (folder / "conftest.py").write_text("import code_under_test")
+    for name in ("one", "two"):
+        (folder / f"test_{name}.py").write_text(CASES)
+    checkout, found = mutation.Checkout(folder), []
+    for code in (CODE.replace("2 * x", "3 * x"), "def", CODE):
+        checkout.write("code_under_test.py", code)
+        found.append(
+            checkout.failed("test_one.py") + checkout.failed("test_two.py", "-k", "double")
+        )
+    names = "test_double[1]", "test_that_ends_the_process", "test_that_hangs"
+    seen = {*(f"test_one.py::{x}" for x in names), "test_two.py::test_double[1]"}
+    assert [{*found[0]}, *found[1:]] == [seen, ["conftest.py"] * 2, []]
 
 
 @pytest.fixture(scope="module")

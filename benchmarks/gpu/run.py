@@ -4,8 +4,6 @@
     python -m benchmarks.gpu --out FOLDER --only tune            what is fastest on this GPU
     python -m benchmarks.gpu --out FOLDER --only tests           the tests of the kernels
     python -m benchmarks.gpu --out FOLDER --only rest            everything else
-    python -m benchmarks.gpu --prepare KERNELS --only tests      compiles beforehand, without a GPU
-    python -m benchmarks.gpu --out FOLDER --kernels KERNELS      uses these compiled kernels
 
 Each part has a time limit, and consists of one process or several. If one crashes, hangs or loses
 the GPU, only the test that was running is lost, and the others go on; a kernel in Gluon that hangs
@@ -15,9 +13,7 @@ report.md, which are written every few seconds, and in `parts` a log and a journ
 exit status is 1 if a part or a test failed.
 
 The headline compiles its kernels first, in one process for each core, with a stand-in for the CUDA
-driver (benchmarks/gpu/stand_in), so that nothing runs. --prepare compiles those of the parts that
---only names. KERNELS is a folder with Triton's cache. It fits one version of Triton, one version of
-Python and one architecture; Triton compiles anew what it does not find.
+driver (benchmarks/gpu/stand_in), so that nothing runs.
 """
 
 from __future__ import annotations
@@ -26,41 +22,32 @@ import argparse
 import contextlib
 import functools
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks import ROOT, folder, report
-from benchmarks.gpu import journal, stand_in
+from benchmarks.gpu import journal
 from benchmarks.gpu.journal import DEVICE_LOST
 from benchmarks.gpu.stand_in import device
-from benchmarks.proof import versions
 
 LEAST_SECONDS = 5.0  # a part is not started with less
 POLL_SECONDS, SAVE_SECONDS = 0.2, 5.0
 ENDED = ("done", "failed (1)")  # is not started again
 FINE = "done", "left out", "no time", "no more time"  # the last two: of the run
 RESULTS = "results.json"
-KERNELS = ROOT / ".cache" / "gpu-kernels"
-BINARY_ONLY = {"TRITON_STORE_BINARY_ONLY": "1"}  # a fifth of the bytes, and all that is read
 CORES = os.cpu_count() or 1
 
 PYTEST = [sys.executable, "-m", "pytest", "--gpu", "-v", "-p", "no:cacheprovider"]
 PYTEST += ["-p", "benchmarks.gpu.journal"]
-
-Variables = Mapping[str, str]  # environment variables
-NONE: Variables = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -169,8 +156,10 @@ FAMILIES = {
 }
 
 
-def headline(processes: int) -> list[Part]:
-    """Return the parts of six minutes, in the order of their importance."""
+def headline(processes: int = CORES) -> list[Part]:
+    """Return the parts of six minutes, in the order of their importance. processes: how many
+    compile.
+    """
     trained = r"padding\+dropout(\+bias)?-d64"
     lengths = "128|256|512|1024|4096"
     rivals = "torch|cudnn|efficient|tutorial|triton"
@@ -214,9 +203,9 @@ def headline(processes: int) -> list[Part]:
     return [first, *measured]
 
 
-def on_gpu(processes: int = CORES) -> dict[str, list[Part]]:
+def on_gpu() -> dict[str, list[Part]]:
     """Return the parts by group, the most important first. A group fits into ten minutes, and
-    `headline` into six. processes: how many compile.
+    `headline` into six.
     """
     rest = [
         ("epoch", 80, "transformer", "epoch.*" + having("128|256|512", EPOCH)),
@@ -241,7 +230,7 @@ def on_gpu(processes: int = CORES) -> dict[str, list[Part]]:
     tune = [*COMMAND, "tune", "--minutes", "9", "--out", "FOLDER/tuning.json"]
     shards = {str(i): ["--shard", f"{i}/8"] for i in range(8)}
     return {
-        "headline": headline(processes),
+        "headline": headline(),
         "tune": [Part("tune", tune, 580, silence=580.0)],  # silent until a call is measured
         "tests": [tests("kernel-tests", 560, "tests").split(shards)],
         "rest": [
@@ -264,19 +253,14 @@ def chosen(groups: dict[str, list[Part]], only: str | None) -> list[Part]:
 
 
 class Run:
-    """A run with its results in the folder `out`, which goes on with what it finds there. Its
-    processes inherit the environment variables of this one, and `environment`. Those over the
-    stand-in look for packages in the folder `packages` first.
-    """
+    """A run with its results in the folder `out`, which goes on with what it finds there."""
 
-    def __init__(
-        self, out: Path, environment: Variables = NONE, packages: Path | None = None
-    ) -> None:
-        self.out, self.journals, self.packages = out, out / "parts", packages
+    def __init__(self, out: Path) -> None:
+        self.out, self.journals = out, out / "parts"
         self.journals.mkdir(exist_ok=True)
         # pytest-benchmark measures nothing in a process that inherits the variables of xdist.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-        self.environment = {**inherited, **environment, "PYTHONUNBUFFERED": "1"}
+        self.environment = {**inherited, "PYTHONUNBUFFERED": "1"}
         # {part, status, seconds} by name.
         self.done: dict[str, dict[str, Any]] = {}
         self.saved, self.one_writer = time.monotonic(), threading.Lock()
@@ -403,10 +387,10 @@ class Run:
         return self.journals / "driver"
 
     @functools.cached_property
-    def over_the_stand_in(self) -> Variables:
+    def over_the_stand_in(self) -> dict[str, str]:
         """The variables of processes that compile kernels and launch none."""
         self.driver.mkdir(exist_ok=True)
-        return device.environment(self.driver, self.packages)
+        return device.environment(self.driver)
 
     def no_stand_in(self) -> str | None:
         """Return why the stand-in cannot be built here, or None."""
@@ -453,42 +437,6 @@ def _write(path: Path, text: str) -> None:
     whole.replace(path)
 
 
-# -------------------------------------------------------------------------------- compiled kernels
-
-
-def cache(folder: Path) -> dict[str, str]:
-    """Return the variables of processes whose Triton keeps its kernels in the folder. Triton writes
-    absolute paths into it: they are replaced by those of the folder where it is now.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for group in folder.glob("*/__grp__*.json"):
-        names = json.loads(group.read_text())["child_paths"]
-        paths = {name: str(group.resolve().with_name(name)) for name in names}
-        group.write_text(json.dumps({"child_paths": paths}))
-    return {"TRITON_CACHE_DIR": str(folder.resolve())}
-
-
-def prepare(folder: Path, parts: Sequence[Part], version: str | None, processes: int) -> int:
-    """Compile the kernels of the parts, without a GPU. Return 1 if that breaks off."""
-    if reason := stand_in.obstacle():
-        raise ValueError(f"kernels cannot be prepared here without a GPU: {reason}")
-    packages = versions.install(version) if version else None
-    with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
-        run = Run(Path(base), {**cache(folder), **BINARY_ONLY}, packages)
-        options: dict[str, Any] = dict(journal=True, stand_in=True, silence=600.0)
-        for name in ("figures", "tests"):  # only the first have --all
-            mine = [x for x in _tested(parts) if ("--all" in x.command) == (name == "figures")]
-            if mine:
-                part = compiling(mine, processes, seconds=1e6, **options)
-                run.go([replace(part, name=f"prepare {name}")], math.inf)
-        data, count = run.save(), device.kernels(run.driver)
-        failed = report.load(*run.journals.glob("*.jsonl")).failed
-    for test in failed:
-        print(f"needs results, or fails: {test}")  # nothing is computed here
-    print(f"{count} kernels; {folder} holds {len(list(folder.glob('*/__grp__*.json')))}")
-    return 0 if all(one["status"] in ENDED for one in data["parts"]) else 1
-
-
 def _status(data: dict[str, Any]) -> int:
     """Return 1 if a part or a test failed."""
     cut = [x["part"] for x in data["parts"] if not x["status"].startswith(FINE)]
@@ -502,16 +450,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--out", type=folder, metavar="FOLDER", help="the folder for the results")
+    add("--out", type=folder, required=True, metavar="FOLDER", help="the folder for the results")
     add("--headline", action="store_true", help="--only headline, in six minutes")
     add("--minutes", type=float, help="the limit of the whole run; 9, or 5.9 for the headline")
     add("--only", metavar="NAMES", help="parts and groups of parts, separated by commas")
-    add("--kernels", type=folder, metavar="FOLDER", help="Triton's cache, used and added to")
-    add("--prepare", type=folder, metavar="FOLDER", help="only compile, into this cache")
-    add(
-        "--processes", type=int, default=CORES, metavar="N", help="that compile; default: all cores"
-    )
-    add("--triton", metavar="VERSION", help="with --prepare: compile with this Triton")
     return parser
 
 
@@ -526,17 +468,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.minutes = 5.9 if options.headline else 9.0
     if not options.minutes > 0:
         parser.error(f"minutes is {options.minutes:g}; expected more than 0")
-    if options.processes < 1:
-        parser.error(f"processes is {options.processes}; expected 1 or more")
-    if (options.out is None) == (options.prepare is None):
-        parser.error("give --out FOLDER, or --prepare FOLDER")
-    if options.triton and not options.prepare:
-        parser.error("--triton is an option of --prepare")
     try:
-        parts = chosen(on_gpu(options.processes), options.only)
-        if options.prepare:
-            return prepare(options.prepare, parts, options.triton, options.processes)
-        return _measure(options, parts)
+        return _measure(options, chosen(on_gpu(), options.only))
     except ValueError as error:
         parser.error(str(error))
 
@@ -547,7 +480,7 @@ def _measure(options: argparse.Namespace, parts: Sequence[Part]) -> int:
     if not torch.cuda.is_available():
         raise ValueError("there is no GPU; `pytest --benchmark-only` measures on a CPU")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running part
-    run = Run(options.out, cache(options.kernels or KERNELS))
+    run = Run(options.out)
     if torch.cuda.get_device_capability() != (9, 0):
         run.obstacle = "the stand-in is an H100"
     run.go(parts, 60 * options.minutes)

@@ -372,35 +372,19 @@ def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys, monkeypatc
     """In one line, before anything starts."""
     gpu, out, file = benchmarks.gpu.run, tmp_path / "out", tmp_path / "file"
     file.touch()
-    monkeypatch.setattr(gpu.stand_in, "obstacle", lambda: "there is no C compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, message in {
         ("--out", out, "--only", "everything,x"): "no part everything, x; there are first, ",
         ("--out", out, "--headline", "--only", "rest"): "give one of them",
-        ("--out", out, "--processes", "0"): "processes is 0; expected 1 or more",
-        ("--out", out, "--triton", "3.6.0"): "option of --prepare",
         ("--out", out, "--minutes", "0"): "minutes is 0; expected more than 0",
         ("--out", out): "there is no GPU",
         ("--out", file): "is no folder",
-        ("--prepare", tmp_path, "--only", "x"): "no part x",
-        ("--prepare", tmp_path): "without a GPU: there is no C compiler",
-        (): "--out FOLDER, or --prepare FOLDER",
+        (): "required: --out",
     }.items():
         with pytest.raises(SystemExit) as exit:
             gpu.main([str(word) for word in words])
         *_, line = capsys.readouterr().err.splitlines()
         assert exit.value.code == 2 and message in line
-
-
-def test_a_cache_of_kernels_moves(benchmarks, tmp_path):
-    """Triton writes whole paths into it."""
-    (tmp_path / "key").mkdir()
-    group = tmp_path / "key" / "__grp__it.json"
-    group.write_text(json.dumps({"child_paths": {"it.cubin": "/elsewhere/key/it.cubin"}}))
-    variables = benchmarks.gpu.run.cache(tmp_path)
-    assert variables == {"TRITON_CACHE_DIR": str(tmp_path)}
-    here = {"it.cubin": str(tmp_path / "key" / "it.cubin")}
-    assert json.loads(group.read_text()) == {"child_paths": here}
 
 
 @pytest.mark.with_all
@@ -569,4 +553,4 @@ def test_the_commands_of_the_documents_are_understood(benchmarks, tmp_path, monk
     for words in [*commands, *re.findall(r"benchmarks\.gpu( .*?)(?:   |\n)", gpu.__doc__)]:
         options = gpu._parser().parse_args(words.partition("   ")[0].split())
         assert gpu.chosen(gpu.on_gpu(), options.only)
-    assert len(commands) > 2
+    assert len(commands) >= 2

@@ -81,7 +81,7 @@ def patient(part):
     parts = tuple(map(patient, part.parts))
     return replace(part, command=command, seconds=3600, silence=silence, parts=parts)
 former = gpu.on_gpu
-gpu.on_gpu = lambda n: {k: [*map(patient, parts)] for k, parts in former(n).items()}
+gpu.on_gpu = lambda: {k: [*map(patient, parts)] for k, parts in former().items()}
 sys.exit(gpu.main([*sys.argv[1:], "--minutes", "240"]))
 """
 
@@ -119,7 +119,7 @@ def test_the_headline_with_every_trouble(environment, tmp_path, request):
     which takes several minutes.
     """
     out = tmp_path / "out"
-    words = ["-c", RUN, "--headline", "--out", str(out), "--kernels", str(tmp_path / "kernels")]
+    words = ["-c", RUN, "--headline", "--out", str(out)]
     environment["PYTEST_ADDOPTS"] = "-p trouble"
     if not request.config.getoption("slow"):
         environment[device.COUNTS] = "1"
@@ -221,27 +221,10 @@ def test_the_headline_with_every_trouble(environment, tmp_path, request):
 @pytest.mark.with_slow
 def test_the_other_parts(environment, tmp_path):
     """All that a GPU would see, in half an hour: the tests of the kernels, and the rest."""
-    words = ["--only", "tests,rest", "--out", str(tmp_path), "--kernels", str(tmp_path / "kernels")]
+    words = ["--only", "tests,rest", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-c", RUN, *words], cwd=ROOT, env=environment)
     data = json.loads((tmp_path / "results.json").read_text())
     assert {x["status"] for x in data["parts"]} <= {*run.ENDED} and done.returncode in (0, 1)
-
-
-@pytest.mark.with_all
-def test_kernels_are_prepared_once(environment, tmp_path):
-    """By two processes; a second command compiles nothing."""
-    words = ["-m", "benchmarks.gpu", "--prepare", str(tmp_path / "kernels"), "--only", "rows"]
-    found = []
-    for _ in range(2):
-        command = [sys.executable, *words, "--processes", "2"]
-        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        said = re.search(r"^(\d+) kernels; .* holds (\d+)$", done.stdout, re.MULTILINE)
-        assert said[1] == said[2] and int(said[1]) > 5, done.stdout
-        cubins = (tmp_path / "kernels").glob("*/*.cubin")
-        found.append({path: path.stat().st_mtime_ns for path in cubins})
-    assert found[0] == found[1] and len(found[0]) == int(said[1])
-    assert "--dist worksteal" in " ".join(run.headline(2)[0].parts[0].parts[0].command)
 
 
 def test_one_of_several_processes_compiles_a_kernel(tmp_path, monkeypatch):

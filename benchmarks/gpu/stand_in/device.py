@@ -36,17 +36,13 @@ MOST = {True: 1 << 8, False: 1 << 20}  # elements of a tensor that has values: f
 HERE = Path(__file__).resolve().parent
 
 
-def environment(folder: Path, first: Path | None = None) -> dict[str, str]:
-    """Variables that give a GPU to the Python processes that are started with them.
-
-    folder   where the driver is built
-    first    a folder of packages to look in before all others: of another Triton
-
-    Raises RuntimeError where the driver cannot be built.
+def environment(folder: Path) -> dict[str, str]:
+    """Variables that give a GPU to the Python processes that are started with them. The driver is
+    built in the folder. Raises RuntimeError where it cannot be.
     """
     stand_in.build(folder)
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    paths = [str(HERE / "site"), str(first or ""), str(ROOT), *before]
+    paths = [str(HERE / "site"), str(ROOT), *before]
     libraries = [str(folder.resolve()), os.environ.get("LD_LIBRARY_PATH", "")]
     return {
         DRIVER: str(folder.resolve()),

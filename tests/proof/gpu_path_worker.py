@@ -1,9 +1,9 @@
 """Calls ops on a GPU that is not there, and checks each launch: the driver is
 benchmarks/gpu/stand_in.
 
-    python gpu_path_worker.py FD FOLDER MAJOR MINOR
+    python gpu_path_worker.py FD FOLDER
 
-test_gpu_path.py starts it, for one compute capability, and talks to it over a pipe:
+test_gpu_path.py starts it, and talks to it over a pipe:
 
     (what, arguments, compute)   in: a method of `Worker`. With `compute` what is launched is
                                  computed and held to the oracle; else the launches alone are
@@ -258,9 +258,9 @@ class Launches:
 
 
 class Worker:
-    def __init__(self, pipe: Connection, folder: Path, capability: tuple[int, int]) -> None:
+    def __init__(self, pipe: Connection, folder: Path) -> None:
         self.launches = Launches(pipe)
-        self.gpu = stand_in.install(folder, capability, self.launches.see)
+        self.gpu = stand_in.install(folder, self.launches.see)
         triton.knobs.runtime.kernel_load_end_hook.add(self.launches.load)
         if not hasattr(CompiledKernel, "__del__"):  # Triton 3.9's unloads its module
             CompiledKernel.__del__ = lambda kernel: self.unload(kernel)
@@ -370,7 +370,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # uninitialised memory is NaN
     torch.utils.deterministic.fill_uninitialized_memory = True
-    worker = Worker(pipe, folder, (int(sys.argv[3]), int(sys.argv[4])))
+    worker = Worker(pipe, folder)
     ff.use_backend("triton")
     while True:
         try:

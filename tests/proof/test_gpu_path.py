@@ -93,13 +93,13 @@ def simulate(kernel, grid, arguments):
 
 
 class Gpu:
-    """The process with the GPU, of one compute capability."""
+    """The process with the GPU."""
 
-    def __init__(self, folder, capability):
+    def __init__(self, folder):
         self.pipe, theirs = Pipe()
         environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton")}
         command = [sys.executable, str(Path(__file__).with_name("gpu_path_worker.py"))]
-        command += [str(theirs.fileno()), str(folder), *map(str, capability)]
+        command += [str(theirs.fileno()), str(folder)]
         self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
 
@@ -139,23 +139,10 @@ def driver(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def gpus(driver):
-    """gpus(major, minor): the process with the GPU of that capability."""
-    known = {}
-
-    def gpu(*capability):
-        if capability not in known or known[capability].process.poll() is not None:
-            known[capability] = Gpu(driver, capability)
-        return known[capability]
-
-    yield gpu
-    for process in known.values():
-        process.close()
-
-
-@pytest.fixture
-def gpu(gpus):
-    return gpus(9, 0)
+def gpu(driver):
+    process = Gpu(driver)
+    yield process
+    process.close()
 
 
 def pytest_generate_tests(metafunc):
@@ -169,16 +156,6 @@ def pytest_generate_tests(metafunc):
 def test_calls_are_right(gpu, name):
     """Every layout launched anew and remembered, forward and backward, against the oracle."""
     assert gpu.right("case", name) >= 4
-
-
-@pytest.mark.with_all
-@pytest.mark.parametrize(
-    "capability, sample",
-    [((8, 0), "attention, one gradient for all"), ((10, 0), "feed_forward, gelu")],
-)
-def test_launches_on_other_gpus(gpus, capability, sample, request):
-    for name in cases.CASES if request.config.getoption("slow") else [sample]:
-        gpus(*capability).right("case", name, compute=False)
 
 
 @pytest.mark.with_all
@@ -214,8 +191,6 @@ def test_no_compiler_for_the_stand_in(monkeypatch, tmp_path):
         stand_in.install(tmp_path)
 
 
-def test_other_capabilities_are_refused(driver):
-    with pytest.raises(ValueError, match=r"capability is \(7, 0\); expected one of"):
-        stand_in.install(driver, (7, 0))
+def test_the_interpreter_is_refused(driver):
     with pytest.raises(RuntimeError, match="Triton's interpreter is on"):
         stand_in.install(driver)

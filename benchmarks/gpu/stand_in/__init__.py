@@ -31,13 +31,8 @@ from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).with_name("libcuda.c")
 LAUNCH_FAILED = 719  # CUDA_ERROR_LAUNCH_FAILED
-# By capability: shared memory of a block and of a multiprocessor, and how many of these there are.
-DEVICES = {
-    (8, 0): (166912, 167936, 108),
-    (8, 9): (101376, 102400, 128),
-    (9, 0): (232448, 233472, 132),
-    (10, 0): (232448, 233472, 148),
-}
+CAPABILITY, MULTIPROCESSORS = (9, 0), 132  # of an H100
+SHARED_OF_BLOCK = 232448  # bytes; libcuda.c has the same
 L2_CACHE = 50 * 2**20  # bytes, of an H100
 
 
@@ -83,17 +78,13 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Launch))
 class StandIn:
     """The device: what it is, the stream that is current, and what the driver has done."""
 
-    def __init__(
-        self, library: Path, capability: tuple[int, int], see: Callable[[Launch], None] | None
-    ) -> None:
-        self.capability = capability
+    def __init__(self, library: Path, see: Callable[[Launch], None] | None) -> None:
         self.stream = 0  # what launches go to, as torch.cuda.current_stream() says it
         self._see, self._call = see, threading.local()
         # Global: the extension that Triton compiles finds the driver that is loaded, by its name.
         self._driver = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         for name in ("launches", "loaded"):
             getattr(self._driver, "stand_in_" + name).restype = ctypes.c_long
-        self._driver.stand_in_set_device(*capability, *DEVICES[capability])
         self._callback = _CALLBACK(self._launched)  # as long as the driver may call it
         if see is not None:
             self._driver.stand_in_set_callback(self._callback)
@@ -182,15 +173,10 @@ def build(folder: Path) -> Path:
     return library
 
 
-def install(
-    folder: Path,
-    capability: tuple[int, int] = (9, 0),
-    see: Callable[[Launch], None] | None = None,
-) -> StandIn:
-    """From here on this process has one GPU of that compute capability, for Triton and fastformer.
+def install(folder: Path, see: Callable[[Launch], None] | None = None) -> StandIn:
+    """From here on this process has one H100, for Triton and fastformer.
 
     folder       where libcuda.so.1 is, or is built
-    capability   one of `DEVICES`; kernels are compiled for it
     see          called with each launch that the driver accepts, before the launcher returns. What
                  it raises, the launch raises. None: launches are accepted, and that is all.
 
@@ -199,11 +185,8 @@ def install(
     multiprocessors and the L2 cache, and nothing else: torch.cuda.is_available() stays what it was.
     Streams are numbers: set `stream` of the result.
 
-    Raises RuntimeError where the stand-in cannot be built or Triton's interpreter is on, and
-    ValueError for a capability that is not in `DEVICES`.
+    Raises RuntimeError where the stand-in cannot be built or Triton's interpreter is on.
     """
-    if capability not in DEVICES:
-        raise ValueError(f"capability is {capability}; expected one of {sorted(DEVICES)}")
     library = folder / "libcuda.so.1"
     if not library.exists():
         build(folder)
@@ -217,7 +200,7 @@ def install(
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("Triton's interpreter is on: set TRITON_INTERPRET=0 before the start")
-    gpu = StandIn(library, capability, see)
+    gpu = StandIn(library, see)
 
     class Launcher(CudaLauncher):
         def __init__(self, source: Any, metadata: Any) -> None:
@@ -231,12 +214,12 @@ def install(
     driver.launcher_cls = Launcher
     driver.get_current_device = lambda: 0
     driver.get_current_stream = lambda device: gpu.stream
-    driver.get_device_capability = lambda device=None: capability
+    driver.get_device_capability = lambda device=None: CAPABILITY
     triton.runtime.driver.set_active(driver)
-    torch.cuda.get_device_capability = lambda device=None: capability
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
     if not torch.cuda.is_available():
-        count = DEVICES[capability][2]
-        properties = SimpleNamespace(multi_processor_count=count, L2_cache_size=L2_CACHE)
+        facts = dict(multi_processor_count=MULTIPROCESSORS, L2_cache_size=L2_CACHE)
+        properties = SimpleNamespace(**facts)
         torch.cuda.get_device_properties = lambda device=None: properties
     backends._unsupported_reason = lambda op, arguments, device: backends._load(op).supports(
         **arguments

@@ -343,11 +343,11 @@ def _set_sync_debug_mode(mode: Any) -> None:
 
 def _cuda() -> dict[str, Any]:
     """What torch.cuda has in place of its own."""
-    major, minor = 9, 0
-    shared, _, processors = stand_in.DEVICES[major, minor]
+    major, minor = stand_in.CAPABILITY
     properties = SimpleNamespace(
         name=STAND_IN, major=major, minor=minor, total_memory=80 << 30, warp_size=32,
-        multi_processor_count=processors, shared_memory_per_block_optin=shared,
+        multi_processor_count=stand_in.MULTIPROCESSORS,
+        shared_memory_per_block_optin=stand_in.SHARED_OF_BLOCK,
         L2_cache_size=stand_in.L2_CACHE,
     )  # fmt: skip
     default = state.stream = _Stream()

@@ -41,17 +41,13 @@ typedef struct {
 
 typedef CUresult (*Callback)(const Launch *);
 
-static struct {
+static const struct {
   int major, minor, shared_of_block, shared_of_multiprocessor, multiprocessors;
 } device = {9, 0, 232448, 233472, 132};
 static Callback callback;
 static Function *functions;  // all that there ever were: a handle is never used twice
 static long launches, loaded;
 
-void stand_in_set_device(int major, int minor, int of_block, int of_multiprocessor, int count) {
-  device.major = major, device.minor = minor, device.multiprocessors = count;
-  device.shared_of_block = of_block, device.shared_of_multiprocessor = of_multiprocessor;
-}
 void stand_in_set_callback(Callback given) { callback = given; }
 long stand_in_launches(void) { return launches; }
 long stand_in_loaded(void) { return loaded; }

@@ -90,7 +90,7 @@ WARM, SHORT = 17, 256
 @pytest.mark.parametrize("provider", ["recomputed", "auto"])
 @pytest.mark.parametrize("length", [64, 256, 1024, 4096] if GPU else [64, 256])
 @pytest.mark.parametrize("batch", [1, 64] if GPU else [1], ids=lambda n: f"B{n}")
-def test_generation(measure, request, device, dtype, batch, length, provider):
+def test_generation(measure, benchmark, request, device, dtype, batch, length, provider):
     slow = request.config.getoption("slow")
     if provider == "recomputed" and length > RECOMPUTED and not slow:
         pytest.skip(f"{length} tokens, recomputed: needs --slow")
@@ -106,8 +106,8 @@ def test_generation(measure, request, device, dtype, batch, length, provider):
 
     seconds(WARM)
     stand_in = GPU and torch.cuda.get_device_name() == STAND_IN  # has compiled all by now
-    times = 3 if length <= SHORT else 1
-    samples = [seconds(n) for n in ([WARM] if stand_in else [length] * times)]
+    lengths = [length] * (3 if length <= SHORT else 1)
+    samples = [seconds(n) for n in ([WARM] if stand_in or benchmark.disabled else lengths)]
     measure(
         samples=samples,
         group=f"greedy decoding, {LAYERS} layers, B={batch} S={length}",

@@ -75,8 +75,8 @@ LESS = {
     "copy-task": ["--steps", "2"],
     "tune": ["--only", "^layer_norm bfloat16"],
 }
-gpu.FAMILIES = {name: gpu.FAMILIES[name] for name in ("small heads", "layers")}  # and the others
-gpu.FAMILIES["layers"] = f"^(?!.*{gpu.FAMILIES['small heads']})"
+small = gpu.FAMILIES.pop("small heads")
+gpu.FAMILIES = {"small heads": small, "layers": "|".join(gpu.FAMILIES.values())}
 def patient(part):
     command = [*part.command, *LESS.get(part.name, [])]
     silence = 45 if part.name.startswith("gluon") else 900

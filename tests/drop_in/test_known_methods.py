@@ -27,17 +27,17 @@ from tiny_models import Tiny, edited  # noqa: E402
 transformers.logging.set_verbosity_error()
 ff.register_transformers()
 
-SIZES = dict(
-    vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-    intermediate_size=48, max_position_embeddings=64, pad_token_id=0,
+bert = Tiny(
+    "Bert", "ForMaskedLM", vocab_size=40, hidden_size=32, num_hidden_layers=2,
+    num_attention_heads=4, intermediate_size=48, max_position_embeddings=64, pad_token_id=0,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
 )  # fmt: skip
-NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-bert = Tiny("Bert", "ForMaskedLM", **SIZES)
 gpt2 = Tiny(
     "GPT2", "LMHeadModel", vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=40,
     bos_token_id=1, eos_token_id=None, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0,
     attn_pdrop=0.0,
 )  # fmt: skip
+of_each = pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
 TOKENS = torch.randint(1, 40, (3, 9), generator=torch.Generator().manual_seed(0))
 GIVEN = dict(input_ids=TOKENS, labels=TOKENS)
 
@@ -76,20 +76,17 @@ def close(have, want):
 # ------------------------------------------------------------------------------------------- BERT
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("training", [True, False])
 def test_bert(training, backend):
-    plain, model, report = pair(bert, **NO_DROPOUT)
+    plain, model, report = pair(bert)
     if backend == "triton":
         plain, model = plain.float(), model.float()
-    assert set(report.replaced.values()) == {
-        *("BertLayer", "BertSelfOutput", "BertIntermediate", "BertOutput", "LayerNorm"),
-    }
+    replaced = {"BertLayer", "BertSelfOutput", "BertIntermediate", "BertOutput", "LayerNorm"}
+    assert set(report.replaced.values()) == replaced
     state = model.state_dict()
     assert all(torch.equal(x, state[name]) for name, x in plain.state_dict().items())
     plain.train(training), model.train(training)
-    with ff.use_backend(backend):
-        close(result(model), result(plain))
+    close(result(model), result(plain))
     assert not report.fallbacks
     assert ops_in(model, **GIVEN) == {
         ("LayerNorm", "layer_norm"): 2,
@@ -102,9 +99,9 @@ def test_bert(training, backend):
     assert all(vars(x).keys() == vars(y).keys() for x, y in zip(model.modules(), plain.modules()))
 
 
-@pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
+@of_each
 def test_three_steps(make):
-    plain, model, _ = pair(make, **(NO_DROPOUT if make is bert else {}))
+    plain, model, _ = pair(make)
     for one in (plain, model):
         optimizer = torch.optim.AdamW(one.train().parameters(), 1e-2)
         for _ in range(3):
@@ -113,7 +110,7 @@ def test_three_steps(make):
     close(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
+@of_each
 def test_methods_run_as_they_are_on_a_cpu(make, monkeypatch):
     """Under "auto", where they make fewer calls; not where a backend is chosen or observed."""
     monkeypatch.undo()
@@ -121,8 +118,7 @@ def test_methods_run_as_they_are_on_a_cpu(make, monkeypatch):
     monkeypatch.setattr(
         known_methods, "_torch_is_faster", lambda *given: calls.append(inner(*given)) or calls[-1]
     )
-    options = dict(attention_probs_dropout_prob=0.0) if make is bert else {}
-    plain, model, report = pair(make, **options)
+    plain, model, report = pair(make, **(dict(hidden_dropout_prob=0.1) if make is bert else {}))
     torch.manual_seed(1)
     want = result(plain.train())
     torch.manual_seed(1)
@@ -138,18 +134,13 @@ def test_methods_run_as_they_are_on_a_cpu(make, monkeypatch):
     assert len(calls) >= 4 and not any(calls)
 
 
-def test_dropout_of_bert():
-    """How many elements are dropped before a sum, and the scale of the others; another mask in the
-    next call, and the same on both backends.
-    """
-    _, model, _ = pair(bert, hidden_dropout_prob=0.25, attention_probs_dropout_prob=0.0)
+def test_dropout_of_bert(monkeypatch):
+    """The share that is dropped and the scale of the rest, drawn anew, alike on both backends."""
+    _, model, _ = pair(bert, hidden_dropout_prob=0.25)
     output = model.float().train().bert.encoder.layer[0].attention.output
-    with torch.no_grad():
-        output.dense.weight.zero_()
-        output.dense.bias.fill_(3.0)
-    residual = torch.zeros(64, 64, 32)
-
-    seen = []
+    nn.init.zeros_(output.dense.weight)
+    nn.init.constant_(output.dense.bias, 3.0)
+    residual, seen = torch.zeros(64, 64, 32), []
     after_sum = type(output.LayerNorm).after_sum
 
     def record(norm, *given):
@@ -157,16 +148,13 @@ def test_dropout_of_bert():
         seen.append(found[1])
         return found
 
-    type(output.LayerNorm).after_sum = record
-    try:
-        for _ in range(2):
-            output(torch.zeros(64, 64, 32), residual)
-        for backend in ("reference", "triton"):
-            torch.manual_seed(3)
-            with ff.use_backend(backend):
-                output(torch.zeros(2, 64, 32), residual[:2])
-    finally:
-        type(output.LayerNorm).after_sum = after_sum
+    monkeypatch.setattr(type(output.LayerNorm), "after_sum", record)
+    for _ in range(2):
+        output(torch.zeros(64, 64, 32), residual)
+    for backend in ("reference", "triton"):
+        torch.manual_seed(3)
+        with ff.use_backend(backend):
+            output(torch.zeros(2, 64, 32), residual[:2])
     first, second, *both = seen
     assert set(first.unique().tolist()) == {0.0, 4.0}
     dropped = (first == 0).double().mean().item()
@@ -176,23 +164,21 @@ def test_dropout_of_bert():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
+@of_each
 def test_checkpointing(make, reentrant):
     """The recomputed layers draw the same masks, so that the gradients are those without it."""
-    dropout = dict(hidden_dropout_prob=0.2) if make is bert else dict(resid_pdrop=0.2)
-    _, model, _ = pair(make, **dropout)
-    found = []
-    for checkpointed in (False, True):
-        if checkpointed:
-            model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
-        torch.manual_seed(4)
-        found.append(result(model.train(), names=["loss"]))
-    close(*found)
+    dropout = dict(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.1)
+    _, model, _ = pair(make, **(dropout if make is bert else dict(resid_pdrop=0.2)))
+    torch.manual_seed(4)
+    want = result(model.train(), names=["loss"])
+    model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    torch.manual_seed(4)
+    close(result(model, names=["loss"]), want)
 
 
 def test_hooks():
     """A submodule with a hook is called, and the others are fused where they can be."""
-    plain, model, _ = pair(bert, **NO_DROPOUT)
+    plain, model, _ = pair(bert)
     calls = []
     layer = model.bert.encoder.layer[0]
     for path in ("intermediate", "output.dense", "output.LayerNorm", "attention.output.dropout"):
@@ -202,9 +188,6 @@ def test_hooks():
         close(result(model), result(plain))
         assert calls == [module]
         handle.remove()
-    calls.clear()
-    close(result(model), result(plain))
-    assert not calls
 
 
 def test_peft():
@@ -217,7 +200,7 @@ def test_peft():
         (gpt2, ["c_proj", "c_attn"]),
     ):
         found = []
-        plain, model, _ = pair(make, **(NO_DROPOUT if make is bert else {}))
+        plain, model, _ = pair(make)
         for one in (plain, model):
             torch.manual_seed(1)
             config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
@@ -227,91 +210,60 @@ def test_peft():
         assert "dropout_add_layer_norm" in ops and "feed_forward" not in ops
 
 
-class Quantized(nn.Module):
-    """A linear layer whose weight is int8."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.scale, self.bias = linear.weight.detach().abs().max() / 127, linear.bias
-        self.register_buffer("weight", (linear.weight / self.scale).round().to(torch.int8))
-
-    def forward(self, x):
-        return F.linear(x, self.weight * self.scale, self.bias)
-
-
-@pytest.mark.parametrize("name", ["intermediate.dense", "output.dense"])
-def test_quantized_layers(name):
-    plain, model, _ = pair(bert, **NO_DROPOUT)
-    for one in (plain, model):
-        layer = one.bert.encoder.layer[0]
-        layer.set_submodule(name, Quantized(layer.get_submodule(name)))
-    close(result(model), result(plain))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"], ids=str)
-@pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
+@of_each
 def test_low_precision(make, dtype):
     """Not further from float64 than twice the plain model."""
-    plain, model, report = pair(make, **(NO_DROPOUT if make is bert else {}))
+    plain, model, report = pair(make)
     want = plain(**GIVEN).logits
     errors = []
     for one in (plain, model):
-        if dtype == "autocast":
-            with torch.autocast("cpu", torch.bfloat16):
-                have = one.float()(**GIVEN).logits
-        else:
-            have = one.to(dtype)(**GIVEN).logits
+        one.to(torch.float32 if dtype == "autocast" else dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+            have = one(**GIVEN).logits
         errors.append((have.double() - want).norm() / want.norm())
     assert errors[1] < 2 * errors[0]
     assert not report.fallbacks
 
 
-@pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
+@of_each
 def test_copies_and_signatures(make):
     """Copies and pickles are accelerated, too; the signatures stay."""
-    plain, model, _ = pair(make, **(NO_DROPOUT if make is bert else {}))
+    plain, model, _ = pair(make)
     want = result(plain)
     for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         close(result(one), want)
         assert ops_in(one, **GIVEN) == ops_in(model, **GIVEN)
     for a, b in zip(model.modules(), plain.modules()):
-        have, want = (inspect.signature(x.forward).parameters.values() for x in (a, b))
-        assert [(x.name, x.kind, x.default) for x in have] == [
-            (x.name, x.kind, x.default) for x in want
-        ]
+        have, want = (inspect.signature(x.forward, eval_str=True) for x in (a, b))
+        assert have == want
 
 
 @pytest.mark.with_all
-@pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
+@of_each
 def test_compiled(make):
-    plain, model, _ = pair(make, **(NO_DROPOUT if make is bert else {}))
+    plain, model, _ = pair(make)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     close(compiled(TOKENS).logits, plain(TOKENS).logits)
 
 
-class Examples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        ids = TOKENS[i % 3].roll(i)
-        return dict(input_ids=ids, labels=ids)
-
-
-@pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
+@of_each
 def test_trainer(make, tmp_path):
     """Two steps of two parts, and the evaluation."""
     pytest.importorskip("accelerate")
+    ids = [TOKENS[i % 3].roll(i) for i in range(8)]
+    examples = [dict(input_ids=x, labels=x) for x in ids]
     found = []
-    for model in pair(make, **(NO_DROPOUT if make is bert else {}))[:2]:
+    for model in pair(make)[:2]:
         options = transformers.TrainingArguments(
             str(tmp_path), max_steps=2, gradient_accumulation_steps=2, learning_rate=1e-2,
             per_device_train_batch_size=2, report_to=[], save_strategy="no", use_cpu=True,
             disable_tqdm=True, optim="sgd",
         )  # fmt: skip
-        data = dict(train_dataset=Examples(), eval_dataset=Examples())
-        trainer = transformers.Trainer(model.float(), options, **data)
+        trainer = transformers.Trainer(
+            model.float(), options, train_dataset=examples, eval_dataset=examples
+        )
         loss = trainer.train().training_loss
         found.append((loss, trainer.evaluate()["eval_loss"], model.state_dict()))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
@@ -327,19 +279,45 @@ TYPES = (
 )
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_type_equals_the_plain_model(kind):
+# By form that none of them has: the type, the settings that ask for it, and a class of a layer.
+FORMS = {
+    "wav2vec2, norm first": ("wav2vec2", dict(do_stable_layer_norm=True), "EncoderLayerStable"),
+    "opt, norm last": ("opt", dict(do_layer_norm_before=False), "OPTDecoderLayer"),
+    "albert, in chunks": ("albert", dict(chunk_size_feed_forward=1), "AlbertLayer"),
+    "bert, in chunks": ("bert", dict(chunk_size_feed_forward=1), "BertLayer"),
+    "whisper in bfloat16": ("whisper", {}, "WhisperDecoderLayer"),
+    "t5 in bfloat16": ("t5", {}, "T5DenseActDense"),
+    "mbart": ("mbart", {}, "MBartDecoderLayer"),
+    "siglip": ("siglip", {}, "SiglipEncoderLayer"),
+}
+
+
+def built(kind, dtype=torch.float64, **settings):
+    """A model of a type, and its arguments, with labels if it takes them."""
+    config, cls = build(kind)
+    config.update(settings)
+    *_, model, wanted = compare_models.runnable(config, cls)
+    given = (compare_models.with_labels(model, wanted[0][1]) or wanted)[0][1]
+    given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
+    return model.to(dtype), given
+
+
+@pytest.mark.parametrize("form", [*TYPES, *FORMS])
+def test_a_type_equals_the_plain_model(form):
     """Outputs, loss and the gradient of every parameter, in evaluation and in training."""
-    *_, plain, wanted = compare_models.runnable(*build(kind))
+    kind, settings, layer = FORMS.get(form, (form, {}, ""))
+    low = "bfloat16" in form
+    plain, given = built(kind, torch.bfloat16 if low else torch.float64, **settings)
     plain.config.apply_spec_augment = False  # of wav2vec2: it masks a part of the sound
     model = copy.deepcopy(plain)
     report = ff.accelerate(model)
-    given = (compare_models.with_labels(plain, wanted[0][1]) or wanted)[0][1]
+    assert any(layer in name for name in report.replaced.values())
     for training in (False, True):
         plain.train(training), model.train(training)
         want = compare_models.results(plain, given)
-        assert compare_models.error(compare_models.results(model, given), want) < 1e-5
-    assert not report.fallbacks
+        error = compare_models.error(compare_models.results(model, given), want)
+        assert error < (0.05 if low else 1e-5)
+    assert not report.fallbacks or form == "siglip"  # it has an nn.MultiheadAttention with weights
     ff.restore(model)
     assert [type(x) for x in model.modules()] == [type(x) for x in plain.modules()]
 
@@ -355,17 +333,17 @@ COLUMNS = {
 }
 
 
-def row(kind):
-    """The ops that run in a type, with labels, after `accelerate`, and where torch runs instead."""
-    plain, wanted = compare_models.runnable(*build(kind))[2:]
-    given = (compare_models.with_labels(plain, wanted[0][1]) or wanted)[0][1]
-    model = plain.float()
-    given = {n: x.float() if x.is_floating_point() else x for n, x in given.items()}
-    compare_models.set_implementation(model, "fastformer")
-    ff.accelerate(model)
-    ran = {op for _, op, backend, _ in ff.explain(model, **given).rows if backend != "torch"}
-    cells = [", ".join(f"`{op}`" for op in ops if op in ran) or "-" for ops in COLUMNS.values()]
-    return f"| {kind} | {' | '.join(cells)} |"
+def table():
+    """The ops that run in each type, with labels, after `accelerate`."""
+    rows = [f"| type | {' | '.join(COLUMNS)} |", f"|{'---|' * (len(COLUMNS) + 1)}"]
+    for kind in TYPES:
+        model, given = built(kind, torch.float32)
+        compare_models.set_implementation(model, "fastformer")
+        ff.accelerate(model)
+        ran = {op for _, op, backend, _ in ff.explain(model, **given).rows if backend != "torch"}
+        cells = [", ".join(f"`{op}`" for op in ops if op in ran) for ops in COLUMNS.values()]
+        rows.append(f"| {kind} | {' | '.join(cell or '-' for cell in cells)} |")
+    return "\n".join(rows)
 
 
 def test_the_table_of_the_types():
@@ -373,48 +351,7 @@ def test_the_table_of_the_types():
     assert table() in (ROOT / "docs" / "existing_models.md").read_text()
 
 
-def table():
-    head = f"| type | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}"
-    return "\n".join([head, *map(row, TYPES)])
-
-
 # ------------------------------------------------------------------------- what the rows compute
-
-# By form that no type above has: the type, and the settings that ask for it.
-FORMS = {
-    "wav2vec2, norm first": ("wav2vec2", dict(do_stable_layer_norm=True), "EncoderLayerStable"),
-    "opt, norm last": ("opt", dict(do_layer_norm_before=False), "OPTDecoderLayer"),
-    "albert, in chunks": ("albert", dict(chunk_size_feed_forward=1), "AlbertLayer"),
-    "bert, in chunks": ("bert", dict(chunk_size_feed_forward=1), "BertLayer"),
-    "whisper in bfloat16": ("whisper", {}, "WhisperDecoderLayer"),
-    "t5 in bfloat16": ("t5", {}, "T5DenseActDense"),
-    "mbart": ("mbart", {}, "MBartDecoderLayer"),
-    "siglip": ("siglip", {}, "SiglipEncoderLayer"),
-    "qwen3": ("qwen3", {}, "Qwen3DecoderLayer"),
-    "gemma3_text": ("gemma3_text", {}, "Gemma3DecoderLayer"),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_of_a_layer(form):
-    """As `test_a_type_equals_the_plain_model`; and the layer is replaced."""
-    kind, settings, layer = FORMS[form]
-    config, cls = build(kind)
-    config.update(settings)
-    *_, plain, wanted = compare_models.runnable(config, cls)
-    plain.config.apply_spec_augment = False
-    given = (compare_models.with_labels(plain, wanted[0][1]) or wanted)[0][1]
-    if "bfloat16" in form:
-        plain = plain.bfloat16()
-        given = {n: x.bfloat16() if x.is_floating_point() else x for n, x in given.items()}
-    model = copy.deepcopy(plain)
-    report = ff.accelerate(model)
-    assert any(layer in name for name in report.replaced.values())
-    bound = 0.05 if "bfloat16" in form else 1e-5
-    for training in (False, True):
-        plain.train(training), model.train(training)
-        want = compare_models.results(plain, given)
-        assert compare_models.error(compare_models.results(model, given), want) < bound
 
 
 def test_cross_attention_of_gpt2():
@@ -437,38 +374,29 @@ def test_activations(name):
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
 
 
-# Classes of types that are not in TYPES, whose forwards are feed-forward layers that are known.
+# Classes of other types, whose forwards are feed-forward layers that are known.
 CLASSES = (
     "vjepa2.VJEPA2MLP", "qwen2_vl.VisionMlp", "qwen3_vl.Qwen3VLVisionMLP",
     "llava.LlavaMultiModalProjector", "sam.SamMLPBlock", "nemotron.NemotronMLP", "gptj.GPTJMLP",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [CLASSES[0], *(pytest.param(x, marks=pytest.mark.with_all) for x in CLASSES[1:])]
-)
-def test_feed_forward_layers_of_other_types(name):
-    kind, cls = name.split(".")
-    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    assert known_methods.digest(getattr(module, cls).forward) in known_methods._FEED_FORWARDS
+def module_of(kind):
+    return importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
 def test_every_method_that_is_known_is_of_a_class():
     """Of the types above, or one of CLASSES."""
-    found = {known_methods.digest(m) for m in methods_of_transformers()}
-    unused = {*known_methods._METHODS, *known_methods._FEED_FORWARDS} - found
-    assert len(unused) <= len(CLASSES)
-
-
-def methods_of_transformers():
-    for kind in {x.replace("-", "_").replace("xlm_", "") for x in TYPES} | {"mbart", "phi3"}:
-        module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-        for cls in vars(module).values():
-            if inspect.isclass(cls):
-                for name in known_methods._NAMES:
-                    method = inspect.getattr_static(cls, name, None)
-                    if isinstance(method, types.FunctionType):
-                        yield method
+    kinds = {x.replace("-", "_").replace("xlm_", "") for x in TYPES} | {"mbart", "phi3"}
+    classes = [cls for kind in kinds for cls in vars(module_of(kind)).values()]
+    members = [getattr(cls, name, None) for cls in classes for name in known_methods._NAMES]
+    found = {known_methods.digest(x) for x in members if isinstance(x, types.FunctionType)}
+    for name in CLASSES:
+        kind, cls = name.split(".")
+        digest = known_methods.digest(getattr(module_of(kind), cls).forward)
+        assert digest in known_methods._FEED_FORWARDS, name
+        found.add(digest)
+    assert {*known_methods._METHODS, *known_methods._FEED_FORWARDS} <= found
 
 
 # ------------------------------------------------------------------------------- planted changes
@@ -479,19 +407,20 @@ FORWARD, SUM = {"feed_forward"}, {"dropout_add_layer_norm"}
 
 def layer_of(make):
     """A layer of BERT or GPT-2 with random weights."""
-    torch.manual_seed(0)
-    model = make(**(NO_DROPOUT if make is bert else {}))
-    layer = model.bert.encoder.layer[0] if make is bert else model.transformer.h[0]
-    with torch.no_grad():
-        for x in layer.parameters():
-            x += 0.1 * torch.randn_like(x)
-    return layer
+    model, *_ = pair(make)
+    return (model.bert.encoder.layer if make is bert else model.transformer.h)[0].float()
 
 
 def check(layer, ops, backend="reference", d=32):
-    """The outputs and gradients are those before, and of the two ops these ran."""
+    """Accelerates a layer, and compares it with what it was."""
     plain = copy.deepcopy(layer)
     report = ff.accelerate(layer)
+    compare(layer, plain, ops, backend, d)
+    return report
+
+
+def compare(layer, plain, ops, backend="reference", d=32):
+    """The outputs and gradients are those of the plain layer, and of the two ops these ran."""
     x = torch.randn(2, 5, d)
     for training in (False, True):
         found = []
@@ -504,11 +433,9 @@ def check(layer, ops, backend="reference", d=32):
             found.append((y, given.grad, grads))
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert {op for _, op, *_ in ff.explain(layer, x).rows} & BOTH == ops
-    return report
 
 
-@pytest.mark.parametrize("make", [bert, gpt2], ids=["bert", "gpt2"])
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@of_each
 def test_a_layer_alone(make, backend):
     check(layer_of(make), BOTH, backend)
 
@@ -523,24 +450,9 @@ class Shifted(nn.LayerNorm):
         return super().forward(x) + 1
 
 
-class Clamped(nn.Module):
-    def forward(self, x):
-        return F.gelu(x).clamp(max=50)
-
-
-class Noisy(nn.Module):
-    def forward(self, x):
-        return F.gelu(x) + (0.1 if self.training else 0.0)
-
-
 class GELUActivation(nn.Module):  # the name of one of transformers
     def forward(self, x):
         return F.gelu(x) + 1
-
-
-class OverTokens(nn.LayerNorm):
-    def forward(self, x):
-        return super().forward(x.transpose(-1, -2)).transpose(-1, -2).contiguous()
 
 
 class First(nn.Module):
@@ -550,21 +462,19 @@ class First(nn.Module):
         return x[:1, :1], None
 
 
-# By change: the layer, the submodule that is replaced, by what, and which of the ops still run.
+# By change: the layer, the submodule that is replaced, by what (None: its forward is, on the
+# instance), and which of the ops still run.
 PARTS = {
     "another activation": (gpt2, "mlp.act", nn.Mish(), SUM),
-    "a clamped activation": (gpt2, "mlp.act", Clamped(), SUM),
-    "an activation with a mode": (bert, "intermediate.intermediate_act_fn", Noisy(), SUM),
-    "an activation with a weight": (gpt2, "mlp.act", nn.PReLU(), SUM),
     "an activation of the same name": (gpt2, "mlp.act", GELUActivation(), SUM),
     "another dropout": (bert, "output.dropout", nn.AlphaDropout(0.0), BOTH),
     "a first layer of another kind": (bert, "intermediate.dense", Twice(32, 48), SUM),
     "a last layer of another kind": (bert, "output.dense", Twice(48, 32), SUM),
     "a norm that overrides forward": (gpt2, "ln_2", Shifted(32), FORWARD),
-    "a norm over another dimension": (gpt2, "ln_2", OverTokens(5), FORWARD),
     "a norm of another kind": (gpt2, "ln_2", nn.GroupNorm(5, 5), FORWARD),
     "a broadcast sum": (gpt2, "attn", First(), FORWARD),
-}  # fmt: skip
+    "a forward on the instance": (gpt2, "mlp", None, SUM),
+}
 
 
 @pytest.mark.parametrize("replaced_later", [False, True], ids=["before", "after"])
@@ -572,55 +482,35 @@ PARTS = {
 def test_planted_parts(change, replaced_later):
     """What the ops do not compute stays as it is, also if `accelerate` came first."""
     make, path, part, ops = PARTS[change]
-    layer = layer_of(make)
+    layer, plain = layer_of(make), layer_of(make)
     if replaced_later:
         ff.accelerate(layer)
-    layer.set_submodule(path, copy.deepcopy(part))
-    if replaced_later:
-        plain = copy.deepcopy(layer)
-        ff.restore(plain)
-        x = torch.randn(2, 5, 32)
-        close(layer(x), plain(x))
-        assert {op for _, op, *_ in ff.explain(layer, x).rows} & BOTH == ops
-    else:
-        check(layer, ops)
+    for one in (layer, plain):
+        if part is None:
+            one.get_submodule(path).forward = lambda x: 2 * x
+        else:
+            one.set_submodule(path, copy.deepcopy(part))
+    if not replaced_later:
+        ff.accelerate(layer)
+    compare(layer, plain, ops)
 
 
 # By change: the layer, the submodule whose class changes, the method, what its source has, what it
 # gets in its place, and which of the ops still run.
-OUTPUT, INNER = (bert, "output", "forward"), (bert, "intermediate", "forward")
-CHUNK, BLOCK, MLP = (
-    (bert, "", "feed_forward_chunk"),
-    (gpt2, "", "forward"),
-    (gpt2, "mlp", "forward"),
-)
 SOURCES = {
-    "no change but a comment": (*OUTPUT, "return hidden_states", "return hidden_states  # !", BOTH),
-    "a scaled output": (*OUTPUT, "states + input", "states * 0.5 + input", SUM),
-    "a difference": (*OUTPUT, "states + input", "states - input", SUM),
-    "a sum that changes": (*OUTPUT, "return", "hidden_states += 1\n    return", SUM),
-    "a switch": (*OUTPUT, "self.dropout(", "(abs if self.training else self.dropout)(", SUM),
-    "no norm": (*OUTPUT, "self.LayerNorm(", "(", SUM),
-    "a scale in between": (*INNER, "= self.dense", "= 2 * self.dense", SUM),
-    "a detached value": (*INNER, "return hidden_states", "return hidden_states.detach()", SUM),
-    "another residual": (*CHUNK, "output, attention", "output, 2 * attention", SUM),
-    "a value read twice": (*CHUNK, "return layer", "return intermediate_output.sum() + layer", SUM),
-    "another input": (*CHUNK, "intermediate(attention", "intermediate(2 * attention", SUM),
-    "a difference in a block": (*BLOCK, "output + residual", "output - residual", FORWARD),
-    "a scaled sum": (*BLOCK, "residual + feed", "2 * residual + feed", FORWARD),
-    "another order": (*BLOCK, "self.mlp(hidden_states)", "self.mlp(residual)", FORWARD),
-    "a clamp": (*MLP, "self.act(hidden_states)", "self.act(hidden_states).clamp(max=1)", SUM),
-    "an activation twice": (*MLP, "act(hidden_states", "act(self.act(hidden_states)", SUM),
-    "a try": (*MLP, "return", "try:\n        pass\n    finally:\n        pass\n    return", SUM),
-    "a dropout elsewhere": (*MLP, "act(hidden_states", "act(self.dropout(hidden_states)", SUM),
-}  # fmt: skip
+    "no change but a comment": (bert, "output", "forward", "return", "# !\n    return", BOTH),
+    "a difference": (bert, "output", "forward", "states + input", "states - input", SUM),
+    "a scale": (bert, "intermediate", "forward", "= self.dense", "= 2 * self.dense", SUM),
+    "another input": (bert, "", "feed_forward_chunk", "(attention", "(2 * attention", SUM),
+    "another order": (gpt2, "", "forward", "mlp(hidden_states)", "mlp(residual)", FORWARD),
+    "a call": (gpt2, "mlp", "forward", "act(hidden_states", "act(self.act(hidden_states)", SUM),
+    "a statement": (gpt2, "mlp", "forward", "return", "if 0:\n        pass\n    return", SUM),
+}
 
 
 @pytest.mark.parametrize("change", SOURCES)
 def test_planted_changes_of_the_source(change, tmp_path, monkeypatch):
-    """A method whose source is another one runs as it is: also if the class was replaced before it
-    was changed. After it is changed back it is replaced again.
-    """
+    """A method whose source changes runs as it is; if it is changed back, it is replaced again."""
     make, path, name, old, new, ops = SOURCES[change]
     check(layer_of(make), BOTH)
     cls = type(layer_of(make).get_submodule(path))
@@ -662,53 +552,38 @@ def test_a_model_whose_class_changes_is_restored(monkeypatch):
 def test_methods_that_cannot_be_read():
     """Of a string, of a wrapper, of a class that is not of transformers."""
     forward = type(layer_of(gpt2).mlp).forward
-    assert known_methods.digest(forward) in known_methods._FEED_FORWARDS
+
+    def known(method, module="transformers.mine"):
+        method.__module__ = module
+        cls = type("Mine", (nn.Module,), {"forward": method})
+        return [*known_methods.known_methods(cls)]
+
+    same = types.FunctionType(forward.__code__, forward.__globals__)
+    assert known(same) == ["forward"]
+    assert known(same, "mine") == known(same, None) == []
     names = {}
     exec("def forward(self, x):\n    return x", names)
-    assert known_methods.digest(names["forward"]) is None
+    assert known(names["forward"]) == []
 
     @functools.wraps(forward)
     def wrapper(self, x):
         return forward(self, 2 * x)
 
-    known = {*known_methods._METHODS, *known_methods._FEED_FORWARDS, None}
-    assert known_methods.digest(wrapper) not in known
-    mine = types.FunctionType(forward.__code__, forward.__globals__)
-    for module, known in ("transformers.mine", ["forward"]), ("mine", []), (None, []):
-        mine.__module__ = module
-        cls = type("Mine", (nn.Module,), {"forward": mine})
-        assert [*known_methods.known_methods(cls)] == known
+    assert known(wrapper) == []
 
 
-def test_a_forward_on_the_instance():
-    layer = layer_of(gpt2)
-    layer.mlp.forward = types.MethodType(lambda self, x: 2 * x, layer.mlp)
-    check(layer, SUM)
-    late = layer_of(gpt2)
-    ff.accelerate(late)
-    late.mlp.forward = types.MethodType(lambda self, x: 2 * x, late.mlp)
-    assert "feed_forward" not in {op for _, op, *_ in ff.explain(late, torch.ones(2, 5, 32)).rows}
-
-
-LINEAR = nn.Linear(16, 32), nn.Linear(32, 16)
+FIRST, LAST = nn.Linear(16, 32), nn.Linear(32, 16)
+FED = nn.Sequential(FIRST, nn.GELU(), LAST)
 SEQUENCES = {
-    "gelu": ((LINEAR[0], nn.GELU(), LINEAR[1]), FORWARD),
-    "relu and dropout": (
-        (LINEAR[0], nn.ReLU(), nn.Dropout(0.0), LINEAR[1], nn.Dropout(0.0)), FORWARD
-    ),
-    "after a norm": (
-        (nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU("tanh"), nn.Linear(32, 16, False)), FORWARD
-    ),
-    "another activation": ((LINEAR[0], nn.Mish(), LINEAR[1]), set()),
-    "another dropout": ((LINEAR[0], nn.ReLU(), nn.AlphaDropout(0.0), LINEAR[1]), set()),
-    "a norm in between": ((LINEAR[0], nn.GELU(), nn.LayerNorm(32), LINEAR[1]), set()),
-    "a norm first": ((LINEAR[0], nn.LayerNorm(32), nn.GELU(), LINEAR[1]), set()),
-    "another layer": ((Twice(16, 32), nn.GELU(), LINEAR[1]), set()),
-    "three layers": (
-        (nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 16)), set()
-    ),
-    "no activation": (LINEAR, set()),
-}  # fmt: skip
+    "gelu": (FED, FORWARD),
+    "dropout": ((FIRST, nn.ReLU(), nn.Dropout(0.0), LAST, nn.Dropout(0.0)), FORWARD),
+    "after a norm": ((nn.LayerNorm(16), FIRST, nn.GELU("tanh"), nn.Linear(32, 16, False)), FORWARD),
+    "another activation": ((FIRST, nn.Mish(), LAST), set()),
+    "a norm in between": ((FIRST, nn.GELU(), nn.LayerNorm(32), LAST), set()),
+    "another layer": ((Twice(16, 32), nn.GELU(), LAST), set()),
+    "three layers": ((FIRST, nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), LAST), set()),
+    "no activation": ((FIRST, LAST), set()),
+}
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
@@ -719,9 +594,7 @@ def test_sequential(name):
 
 
 def test_a_sequence_that_changes():
-    model = copy.deepcopy(nn.Sequential(*LINEAR))
-    model.insert(1, nn.GELU())
-    x, plain = torch.randn(2, 16), copy.deepcopy(model)
+    x, plain, model = torch.randn(2, 16), copy.deepcopy(FED), copy.deepcopy(FED)
     ff.accelerate(model)
     for one in (plain, model):
         one.insert(2, nn.LayerNorm(32))
@@ -732,16 +605,14 @@ def test_a_sequence_that_changes():
 
 def test_what_stays_is_named():
     gelu = "relu, gelu, gelu_tanh, silu, sigmoid, relu2"
-    mish = nn.Sequential(LINEAR[0], nn.Mish(), LINEAR[1])
+    mish = nn.Sequential(FIRST, nn.Mish(), LAST)
     assert ff.accelerate(mish).skipped[""] == f"Sequential: its activation Mish is none of {gelu}"
-    named = {x for kind in ("clip", "gpt_neox") for x in reasons(kind)}
-    assert f"CLIPMLP: its activation QuickGELUActivation is none of {gelu}" in named
-    assert f"GPTNeoXLayer: {known_methods.UNKNOWN}" in named
-
-
-def reasons(kind):
-    config, cls = build(kind)
-    return ff.accelerate(cls(config)).skipped.values()
+    for kind, why in (
+        ("clip", f"CLIPMLP: its activation QuickGELUActivation is none of {gelu}"),
+        ("gpt_neox", f"GPTNeoXLayer: {known_methods.UNKNOWN}"),
+    ):
+        config, cls = build(kind)
+        assert why in ff.accelerate(cls(config)).skipped.values()
 
 
 # ------------------------------------------------------------------------------------- the report
@@ -829,19 +700,16 @@ NAMED = {
 
 @pytest.mark.parametrize("make", NAMED, ids=lambda make: make.__name__)
 def test_what_a_module_computes_by_itself_is_named(make):
+    """By the report, and attention by `explain`, too."""
     model = nn.Sequential(make(), nn.LayerNorm(16))
+    if make in (SelfAtt, ByFunctions, Direct):
+        op = "scaled_dot_product_attention" if make is Direct else make.__name__
+        row = ff.explain(model, torch.randn(2, 5, 16)).rows[0]
+        assert row == ("0", op, "torch", NAMED[make])
     report = ff.accelerate(model)
     assert report.skipped == {"0": f"{make.__name__}: {NAMED[make]}"}
     assert report.replaced.pop("1") == "LayerNorm"
     assert {*report.replaced} <= {"0.norm"}
-
-
-@pytest.mark.parametrize("make", [SelfAtt, ByFunctions, Direct])
-def test_explain_uses_the_words_of_the_report(make):
-    model = nn.Sequential(make())
-    op = "scaled_dot_product_attention" if make is Direct else make.__name__
-    rows = ff.explain(model, torch.randn(2, 5, 16)).rows
-    assert rows == (("0", op, "torch", NAMED[make]),)
 
 
 def test_what_calls_the_ops_is_not_named():
@@ -874,8 +742,7 @@ def test_a_run_names_what_the_code_does_not_show():
 
 
 def test_an_error_of_the_run_replaces_nothing():
-    model = nn.Sequential(*copy.deepcopy(LINEAR), nn.LayerNorm(16))
-    model.insert(1, nn.GELU())
+    model = nn.Sequential(*copy.deepcopy(FED), nn.LayerNorm(16))
     with pytest.raises(ValueError, match="w_1 has shape"):
         ff.accelerate(model, torch.randn(2, 3))
     assert type(model) is nn.Sequential and type(model[-1]) is nn.LayerNorm

@@ -1,10 +1,9 @@
-"""Decoding against models whose next symbol is known, loops written out, and all sequences.
+"""Decoding against models whose next symbol is known, and loops written out.
 
 With a cache each search gives what it gives when all tokens are computed again at each step.
 """
 
 import contextlib
-import itertools
 import math
 import warnings
 from types import SimpleNamespace
@@ -15,17 +14,7 @@ from recorder import Recorder, run_as_on_a_gpu
 from torch import nn
 
 import fastformer as ff
-from fastformer import (
-    DecoderCache,
-    PositionalEncoding,
-    beam_search,
-    cuda_graphs,
-    greedy_decode,
-    make_model,
-    sample,
-    subsequent_mask,
-    use_backend,
-)
+from fastformer import DecoderCache, beam_search, cuda_graphs, greedy_decode, sample, stream_tokens
 from fastformer.cache.contiguous import KVCache
 from fastformer.decoding import search as decoding_search
 from fastformer.decoding import steps as decoding_steps
@@ -43,7 +32,7 @@ class Counting(nn.Module):
         return src[:, :1] * self.weight
 
     def decode(self, memory, src_mask, tgt, tgt_mask):
-        assert torch.equal(tgt_mask, subsequent_mask(tgt.shape[1]))
+        assert torch.equal(tgt_mask, ff.subsequent_mask(tgt.shape[1]))
         following = (tgt + memory.long()) % 10
         return nn.functional.one_hot(following, 10).float()
 
@@ -61,53 +50,39 @@ def test_greedy_decode_of_several_sources():
     assert greedy_decode(Counting(), src.int(), None, 2, 2).dtype == torch.int32
 
 
-def test_max_len_past_the_positions_is_refused_before_the_first_step(monkeypatch):
-    model = make_model(7, 7, 1, 16, 16, 2).eval()
-    model.tgt_embed[1] = PositionalEncoding(16, 0.0, max_len=4)
-    steps = []
-    monkeypatch.setattr(model, "encode", lambda *_: steps.append(1))
-    src = torch.ones(1, 3, dtype=torch.int64)
+def test_max_len_past_the_positions_is_refused_before_the_first_step():
+    model = ff.make_model(7, 7, 1, 16, 16, 2).eval()
+    model.tgt_embed[1] = ff.PositionalEncoding(16, 0.0, max_len=4)
+    src, steps = torch.ones(1, 3, dtype=torch.int64), []
+    model.encoder.register_forward_hook(lambda *_: steps.append(1))
     with pytest.raises(ValueError, match="max_len is 6; expected at most 5"):
         greedy_decode(model, src, None, 6, 1)
     assert not steps
-    monkeypatch.undo()
     assert greedy_decode(model, src, None, 5, 6).shape == (1, 5)
 
 
-@pytest.mark.parametrize("model", [nn.Transformer(8, 2, 1, 1, 8), None])
-def test_models_without_encode_are_refused(model):
-    with pytest.raises(TypeError, match=f"model is a {type(model).__name__} without encode"):
-        greedy_decode(model, torch.ones(1, 3, dtype=torch.int64), None, 3, 1)
-
-
 def test_both_backends_decode_alike(device):
-    model = make_model(7, 7, 1, 16, 16, 2).to(device).eval()
+    model = ff.make_model(7, 7, 1, 16, 16, 2).to(device).eval()
     src = torch.tensor([[1, 4, 2], [1, 3, 0]], device=device)
     decoded = []
     for backend in ("reference", "triton"):
-        with use_backend(backend):
+        with ff.use_backend(backend):
             decoded.append(greedy_decode(model, src, (src != 0).unsqueeze(-2), 3, 1))
     assert torch.equal(*decoded)
 
 
-def test_decoding_keeps_the_mode_of_the_model():
-    model = make_model(11, 11, 1, 16, 16, 2, 0.1)
+@pytest.mark.parametrize("search", [greedy_decode, sample, beam_search, stream_tokens])
+def test_decoding_with_dropout_warns(search):
+    """And only then: not in eval mode, nor where no module drops. The modes stay as they are."""
+    src = torch.ones(1, 3, dtype=torch.int64)
+    model, certain = (ff.make_model(11, 11, 1, 16, 16, 2, p) for p in (0.1, 0.0))
+    message = r"model is in train\(\) mode: dropout changes the tokens; call model.eval\(\) first"
     model.encoder.eval()
     modes = [m.training for m in model.modules()]
-    with pytest.warns(UserWarning, match="train"):
-        greedy_decode(model, torch.ones(1, 3, dtype=torch.int64), None, 3, 1)
-    assert [m.training for m in model.modules()] == modes
-
-
-@pytest.mark.parametrize("search", [greedy_decode, sample, beam_search, ff.stream_tokens])
-def test_decoding_with_dropout_warns(search):
-    """And only then: not in eval mode, nor where no module drops."""
-    src = torch.ones(1, 3, dtype=torch.int64)
-    model, certain = (make_model(11, 11, 1, 16, 16, 2, p) for p in (0.1, 0.0))
-    message = r"model is in train\(\) mode: dropout changes the tokens; call model.eval\(\) first"
     with pytest.warns(UserWarning, match=message) as seen:
         search(model, src, None, 3, 1)
     assert len(seen) == 1 and seen[0].filename == __file__
+    assert [m.training for m in model.modules()] == modes
     writer = ff.make_decoder(11, 1, 16, 16, 2)
     with pytest.warns(UserWarning, match=message):
         search(writer, src, None, 4)
@@ -126,13 +101,17 @@ ids = torch.ones(2, 4, dtype=torch.int64)
 # ---------------------------------------------------------------------------- with a cache or not
 
 
-def translator(vocabulary=11, layers=2, seed=5, **options):
-    torch.manual_seed(seed)
-    model = make_model(vocabulary, vocabulary, layers, 16, 32, 2, 0.1, **options).eval()
+def varied(model):
+    """In eval mode, with weights of which the tokens vary."""
     with torch.no_grad():
         for p in model.decoder.parameters():
-            p.mul_(2 if p.dim() == 2 else 1)  # so that the tokens vary
-    return model
+            p.mul_(2 if p.dim() == 2 else 1)
+    return model.eval()
+
+
+def translator(vocabulary=11, layers=2, seed=5, **options):
+    torch.manual_seed(seed)
+    return varied(ff.make_model(vocabulary, vocabulary, layers, 16, 32, 2, 0.1, **options))
 
 
 def sources(device="cpu"):
@@ -140,6 +119,12 @@ def sources(device="cpu"):
     return src, (src != 0).unsqueeze(-2)
 
 
+def language_model(**options):
+    torch.manual_seed(7)
+    return varied(ff.make_decoder(11, 2, 16, 32, 2, 0.1, kv_heads=1, **options))
+
+
+PROMPTS = torch.tensor([[3, 1, 4, 1], [5, 9, 0, 0], [2, 0, 0, 0]])
 SEARCHES = {
     "greedy": lambda *a, **o: greedy_decode(*a, **o),
     "sample": lambda *a, **o: sample(*a, seed=3, top_k=5, **o),
@@ -174,9 +159,8 @@ def test_with_a_cache_the_tokens_are_the_same(search, end, form, device):
 
 
 def test_a_decoder_without_layers_has_nothing_to_keep():
-    model, (src, mask) = translator(layers=0), sources()
-    want = greedy_decode(model, src, mask, 6, 1, cache=False)
-    assert torch.equal(greedy_decode(model, src, mask, 6, 1), want)
+    given = translator(layers=0), *sources(), 6, 1
+    assert torch.equal(greedy_decode(*given), greedy_decode(*given, cache=False))
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -245,7 +229,6 @@ def test_a_row_ends_at_its_end_symbol():
     """Rows that count up to 7 in steps of their own, and the loop stops when all have."""
     model, src = Counting(), torch.tensor([[1], [2], [5]])
     steps = []
-    model.register_forward_pre_hook(lambda *_: None)
     generator = model.generator
     model.generator = lambda x: steps.append(1) or generator(x)
     tokens = greedy_decode(model, src, None, 12, 1, end_symbol=7, pad_symbol=0)
@@ -366,21 +349,6 @@ def test_a_graph_is_captured_once_for_a_cache_and_a_batch_size(recorded):
     check(9, src[:2, :4].int(), mask[:2, :, :4].int())
 
 
-def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch):
-    """The failed capture counts no token."""
-    model, (src, mask) = translator(), sources()
-    want = greedy_decode(model, src, mask, 18, 1, cache=False)
-
-    def captured(function):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(decoding_steps, "captured", captured)
-    cache = DecoderCache(17)
-    with pytest.warns(UserWarning, match="without a CUDA graph: operation not permitted"):
-        assert torch.equal(greedy_decode(model, src, mask, 18, 1, cache=cache), want)
-    assert cache.longest == 17 and cache.lengths.tolist() == [17] * 3
-
-
 class Cuda:
     """What `captured` and `without_waiting` use of torch.cuda, with what torch does where the end
     of a capture fails: its capture stream stays, and its generator expects a capture.
@@ -427,78 +395,70 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(monkeypatch):
     assert cuda.calls == []
 
 
-def test_a_step_that_waits_for_the_device_is_not_captured(recorded, monkeypatch):
-    """It is tried first, in the sync debug mode "error", and counts no token."""
+@pytest.mark.parametrize("waits", [False, True])
+def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch, waits):
+    """The failed capture counts no token. A step that waits for the device fails before it, as it
+    is tried in the sync debug mode "error".
+    """
     cuda = Cuda(monkeypatch)
     model, (src, mask) = translator(), sources()
     want = greedy_decode(model, src, mask, 12, 1, cache=False)
     monkeypatch.setattr(decoding_steps, "without_waiting", WITHOUT_WAITING)
 
-    def waits(*_):
-        if cuda.mode == "error":
-            raise RuntimeError("called a synchronizing CUDA operation")
+    def fails(*_):
+        if not waits or cuda.mode == "error":
+            raise RuntimeError("operation not permitted")
 
-    model.generator.register_forward_hook(
-        waits
-    )  # after the layers, which have written to the cache
+    if waits:  # after the layers, which have written to the cache
+        model.generator.register_forward_hook(fails)
+    else:
+        monkeypatch.setattr(decoding_steps, "captured", fails)
     cache = DecoderCache(11)
-    with pytest.warns(UserWarning, match="without a CUDA graph: called a synchronizing"):
+    with pytest.warns(UserWarning, match="without a CUDA graph: operation not permitted"):
         assert torch.equal(greedy_decode(model, src, mask, 12, 1, cache=cache), want)
     assert recorded.captures == [] and cuda.mode == 1 and cuda.calls == []
     assert cache.longest == 11 and cache.lengths.tolist() == [11] * 3
 
 
-def test_models_that_are_captured():
+def test_models_that_are_captured(monkeypatch):
     """Modules of this package and of torch on a GPU, as they are."""
     model = translator()
     tokens = SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda"))
     assert not decoding_steps.captures(model, torch.zeros(1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        assert decoding_steps.captures(model, tokens)
-        handle = model.decoder.norm.register_forward_hook(lambda *_: None)
-        assert not decoding_steps.captures(model, tokens)
-        handle.remove()
-        model.decoder.layers[0].self_attn.keep_attention = True
-        assert not decoding_steps.captures(model, tokens)
-        model.decoder.layers[0].self_attn.keep_attention = False
-        model.generator = Counting()
-        assert not decoding_steps.captures(model, tokens)
-        assert decoding_steps.captures(translator(), tokens)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert decoding_steps.captures(model, tokens)
+    handle = model.decoder.norm.register_forward_hook(lambda *_: None)
+    assert not decoding_steps.captures(model, tokens)
+    handle.remove()
+    model.decoder.layers[0].self_attn.keep_attention = True
+    assert not decoding_steps.captures(model, tokens)
+    model.decoder.layers[0].self_attn.keep_attention = False
+    assert decoding_steps.captures(model, tokens)
+    model.generator = Counting()
+    assert not decoding_steps.captures(model, tokens)
+    model = translator()
+    with monkeypatch.context() as patch:
         patch.setattr(decoding_steps, "may_read", lambda x: True)  # checks wait for the device
-        assert not decoding_steps.captures(translator(), tokens)
-        patch.setattr(decoding_steps, "may_read", lambda x: False)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert not decoding_steps.captures(translator(), tokens)
+        assert not decoding_steps.captures(model, tokens)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not decoding_steps.captures(model, tokens)
 
 
-# ---------------------------------------------------------------------------------- language models
-
-
-def language_model(**options):
-    torch.manual_seed(7)
-    model = ff.make_decoder(11, 2, 16, 32, 2, 0.1, kv_heads=1, **options).eval()
-    with torch.no_grad():
-        for p in model.decoder.parameters():
-            p.mul_(2 if p.dim() == 2 else 1)
-    return model
-
-
-PROMPTS = torch.tensor([[3, 1, 4, 1], [5, 9, 0, 0], [2, 0, 0, 0]])
+# ----------------------------------------------------------------- language models, and plain loops
 
 
 @pytest.mark.parametrize("name", ["greedy", "beams"])
 @pytest.mark.parametrize("cache", [True, False])
 def test_prompts_of_several_lengths(name, cache):
-    model, search = language_model(), SEARCHES[name]
-    mask = PROMPTS != 0
-    for src_mask in (mask, PROMPTS.unsqueeze(1)):
-        found = search(model, PROMPTS, src_mask, 12, end_symbol=7, pad_symbol=0, cache=cache)
+    """And of another integer type."""
+    model, search, mask = language_model(), SEARCHES[name], PROMPTS != 0
+    options = dict(end_symbol=7, pad_symbol=0)
+    for src, src_mask in ((PROMPTS, mask), (PROMPTS.int(), PROMPTS.unsqueeze(1))):
+        found = search(model, src, src_mask, 12, cache=cache, **options)
+        assert found.dtype == src.dtype
         for b, n in enumerate(mask.sum(1).tolist()):
-            alone = search(
-                model, PROMPTS[b : b + 1, :n], None, n + 8, end_symbol=7, pad_symbol=0, cache=False
-            )
-            assert torch.equal(found[b, ..., : n + 8], alone[0])
+            alone = search(model, PROMPTS[b : b + 1, :n], None, n + 8, cache=False, **options)
+            assert torch.equal(found[b, ..., : n + 8].long(), alone[0])
             assert not found[b, ..., n + 8 :].any()
 
 
@@ -513,19 +473,18 @@ def test_a_prompt_of_max_len_is_all():
     assert found.lengths.tolist() == [[4] * 2, [2] * 2, [1] * 2]
 
 
+@pytest.mark.parametrize("search", [greedy_decode, stream_tokens])  # which refuses at the call
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (dict(start_symbol=1), "start_symbol is 1; expected None: a language model continues src"),
         (dict(max_len=3), r"max_len is 3 and src has 4 tokens; .* unlike max_new_tokens"),
         (dict(src=PROMPTS[:, :0]), "src has 0 tokens"),
-        (dict(src_mask=PROMPTS != 4), "src_mask masks out a token between others"),
         (dict(src_mask=PROMPTS != 1), "src_mask masks out a token between others"),
         (dict(src_mask=(PROMPTS != 0) & (PROMPTS[:, :1] != 5)), "prompts .*of one token or more"),
         (dict(src_mask=PROMPTS[:2] != 0), r"src_mask has shape \[2, 4\] and dtype torch.bool"),
         (dict(src_mask=PROMPTS.float()), r"src_mask has shape \[3, 4\] and dtype torch.float32"),
         (dict(src_mask=PROMPTS != 0, end_symbol=None), "pad_symbol is None and so is end_symbol"),
-        (dict(src=PROMPTS + 2, end_symbol=11), "end_symbol is 11; expected a token from 0 to 10"),
         (dict(end_symbol=[2, 12]), "end_symbol is 12; expected a token from 0 to 10"),
         (dict(end_symbol=[]), "end_symbol is empty; expected a token, several, or None"),
         (dict(repetition_penalty=0), "repetition_penalty is 0.0; expected a positive number"),
@@ -533,20 +492,14 @@ def test_a_prompt_of_max_len_is_all():
         (dict(max_len=5002), "max_len is 5002; expected at most 5001, the positions"),
     ],
 )
-def test_wrong_prompts_are_named(options, message):
-    arguments = dict(src=PROMPTS, src_mask=None, max_len=8, end_symbol=7)
+def test_wrong_prompts_are_named(options, message, search):
+    given = dict(src=PROMPTS, src_mask=None, max_len=8, end_symbol=7)
     with pytest.raises(ValueError, match=message):
-        greedy_decode(language_model(), **{**arguments, **options})
+        search(language_model(), **given | options)
 
 
-# ---------------------------------------------------------------- compared with a plain loop
-
-
-def likeliest(scores):
-    return scores.argmax(-1)
-
-
-def drawing(temperature, min_p, seed):
+def chooser(temperature=None, min_p=None, seed=0):
+    """A function of log-probabilities, row by row: it takes the likeliest tokens, or draws them."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(scores):
@@ -554,87 +507,73 @@ def drawing(temperature, min_p, seed):
         p = torch.stack([row * (row >= min_p * row.max()) for row in p])
         return p.multinomial(1, generator=generator).squeeze(-1)
 
-    return draw
+    return draw if temperature else lambda scores: scores.argmax(-1)
 
 
-def plain_loop(model, prompts, new, choose, ends=(), pad=None, penalty=1.0, memory=None):
+@torch.no_grad()
+def next_scores(model, tokens, source=None):
+    """log p of each token after the tokens of one sequence, which translate a source or none."""
+    x = torch.tensor([tokens])
+    if source is None:
+        out = model(x)
+    else:
+        src, mask = source
+        out = model(src[None], x, mask[None], ff.subsequent_mask(len(tokens)))
+    return model.generator(out)[0, -1]
+
+
+def plain_loop(model, sources, prompts, new, choose, ends, pad, penalty):
     """The tokens after each prompt, row by row and without a cache: a list for each step."""
     rows, over, steps = [list(prompt) for prompt in prompts], [False] * len(prompts), []
-    with torch.no_grad():
-        for _ in range(new):
-            scores = []
-            for b, row in enumerate(rows):
-                x = torch.tensor([row])
-                if memory is None:
-                    out = model(x)
-                else:
-                    m, mask = memory[0][b : b + 1], memory[1][b : b + 1]
-                    out = model.decode(m, mask, x, subsequent_mask(len(row)))
-                logp = model.generator(out)[0, -1]
-                for v in set(row):
-                    logp[v] *= penalty
-                scores.append(logp)
-            chosen = choose(torch.stack(scores)).tolist()
-            chosen = [pad if o else v for v, o in zip(chosen, over)]
-            for b, v in enumerate(chosen):
-                rows[b].append(v)
-                over[b] = over[b] or v in ends
-            steps.append(chosen)
-            if all(over):
-                break
+    while len(steps) < new and not all(over):
+        scores = []
+        for row, source in zip(rows, sources):
+            scores.append(next_scores(model, row, source))
+            for v in set(row):
+                scores[-1][v] *= penalty
+        chosen = choose(torch.stack(scores)).tolist()
+        steps.append([pad if o else v for v, o in zip(chosen, over)])
+        for b, v in enumerate(steps[-1]):
+            rows[b].append(v)
+            over[b] = over[b] or v in ends
     return steps
 
 
 LEFT = torch.tensor([[3, 1, 4, 1], [0, 0, 5, 9], [0, 0, 0, 2], [0, 6, 8, 0]])
 WHERE = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 0]]).bool()
 LEFT_PROMPTS = [row[kept].tolist() for row, kept in zip(LEFT, WHERE)]
-OPTIONS = [
-    (dict(), dict(end_symbol=[7, 10], pad_symbol=0)),
-    (dict(penalty=1.7), dict(end_symbol=7, pad_symbol=0, repetition_penalty=1.7)),
-    (dict(penalty=1.3), dict(end_symbol=(10, 6, 7), pad_symbol=0, repetition_penalty=1.3)),
-]
 DRAWN = dict(temperature=0.9, min_p=0.2, seed=4)
 
 
-@pytest.mark.parametrize("plain, options", OPTIONS)
+@pytest.mark.parametrize("end, penalty", [([7, 10], 1.0), (7, 1.7), ((10, 6, 7), 1.3)])
 @pytest.mark.parametrize("draws", [{}, DRAWN], ids=["greedy", "sample"])
 @pytest.mark.parametrize("cache", [True, False])
-def test_padding_on_either_side_ends_and_penalties(cache, draws, plain, options):
-    model, new = language_model(), 14
-    choose = drawing(**draws) if draws else likeliest
-    ends = options["end_symbol"]
-    ends = (ends,) if isinstance(ends, int) else ends
-    steps = plain_loop(model, LEFT_PROMPTS, new, choose, ends, 0, **plain)
+def test_padding_on_either_side_ends_and_penalties(cache, draws, end, penalty):
+    model, new, ends = language_model(), 14, (end,) if isinstance(end, int) else end
+    steps = plain_loop(model, [None] * 4, LEFT_PROMPTS, new, chooser(**draws), ends, 0, penalty)
     assert len({v for step in steps for v in step}) > 3
-    given = dict(model=model, src=LEFT, src_mask=WHERE, max_len=4 + new, cache=cache, **options)
-    found = (sample if draws else greedy_decode)(**given, **draws)
-    for b, kept in enumerate(WHERE):
-        first = int(kept.nonzero()[0])
-        end = first + int(kept.sum())
-        row = found[b].tolist()
-        assert row[:first] == LEFT[b, :first].tolist()
-        want = [step[b] for step in steps]
-        assert row[first:] == LEFT_PROMPTS[b] + want + [0] * (18 - end - len(want))
-    streamed = ff.stream_tokens(**given, **draws)
-    assert [tokens.tolist() for tokens in streamed] == steps
+    options = dict(end_symbol=end, pad_symbol=0, repetition_penalty=penalty, cache=cache, **draws)
+    given = dict(model=model, src=LEFT, src_mask=WHERE, max_len=4 + new, **options)
+    found = (sample if draws else greedy_decode)(**given)
+    for b, first in enumerate(WHERE.int().argmax(1).tolist()):
+        want = LEFT[b, :first].tolist() + LEFT_PROMPTS[b] + [step[b] for step in steps]
+        assert found[b].tolist() == want + [0] * (4 + new - len(want))
+    assert [tokens.tolist() for tokens in stream_tokens(**given)] == steps
 
 
 @pytest.mark.parametrize("draws", [{}, DRAWN], ids=["greedy", "sample"])
 def test_a_translation_with_ends_and_penalties(draws):
     model, (src, mask) = translator(), sources()
-    choose = drawing(**draws) if draws else likeliest
-    with torch.no_grad():
-        memory = model.encode(src, mask), mask
-    starts = [[1]] * 3
-    steps = plain_loop(model, starts, 12, choose, (7, 5), 7, 1.4, memory)
+    pairs = list(zip(src, mask))
+    steps = plain_loop(model, pairs, [[1]] * 3, 12, chooser(**draws), (7, 5), 7, 1.4)
     given = (model, src, mask, 13, 1)
     options = dict(end_symbol=[7, 5], repetition_penalty=1.4, **draws)
     found = (sample if draws else greedy_decode)(*given, **options)
     want = torch.tensor(steps).T
     assert torch.equal(found[:, 1 : 1 + len(steps)], want)
     assert (found[:, 1 + len(steps) :] == 7).all()
-    assert torch.equal(torch.stack(list(ff.stream_tokens(*given, **options)), 1), want)
-    without = torch.stack(list(ff.stream_tokens(*given, end_symbol=[7, 5], **draws)), 1)
+    assert torch.equal(torch.stack(list(stream_tokens(*given, **options)), 1), want)
+    without = torch.stack(list(stream_tokens(*given, end_symbol=[7, 5], **draws)), 1)
     assert not torch.equal(without, want)
 
 
@@ -654,12 +593,8 @@ def test_beams_of_padding_on_the_left_and_of_several_ends(cache):
         columns = want.tokens[b, :, : len(LEFT_PROMPTS[b]) + 8]
         assert torch.equal(have.tokens[b, :, first : first + columns.shape[1]], columns)
         assert (have.tokens[b, :, :first] == LEFT[b, :first]).all()
-    ended = [
-        int(row[n - 1])
-        for rows, lengths in zip(want.tokens, want.lengths)
-        for row, n in zip(rows, lengths)
-    ]
-    assert len(set(ended) & set(ends)) > 1
+    last = want.tokens.gather(-1, want.lengths[..., None] - 1)
+    assert len(set(last.flatten().tolist()) & set(ends)) > 1
 
 
 def test_beams_go_on_where_the_likeliest_tokens_all_end():
@@ -672,95 +607,29 @@ def test_beams_go_on_where_the_likeliest_tokens_all_end():
     assert found.scores.isfinite().all() and (found.lengths == 5).all()
 
 
-def test_stream_tokens_runs_a_step_when_asked(monkeypatch):
+def test_stream_tokens_runs_a_step_when_asked():
     model, cache = language_model(), DecoderCache(9)
-    stream = ff.stream_tokens(model, PROMPTS[:, :2].int(), None, 9, cache=cache)
+    stream = stream_tokens(model, PROMPTS[:, :2].int(), None, 9, cache=cache)
     assert cache.longest == 0 and torch.is_grad_enabled()
     first = next(stream)
     assert first.dtype == torch.int32 and first.shape == (3,) and cache.longest == 2
     assert torch.is_grad_enabled() and not first.requires_grad
     next(stream)
     assert cache.longest == 3 and len(list(stream)) == 5
-    assert list(ff.stream_tokens(model, PROMPTS[:0], None, 9)) == []
-    assert list(ff.stream_tokens(model, PROMPTS, None, 4)) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (dict(top_k=3), ValueError, "top_k is 3 and temperature None, which draws nothing"),
-        (dict(top_p=0.5), ValueError, "top_p is 0.5 and temperature None"),
-        (dict(min_p=0.5), ValueError, "min_p is 0.5 and temperature None"),
-        (dict(seed=0), ValueError, "seed is 0 and temperature None"),
-        (dict(temperature=0), ValueError, "temperature is 0.0; expected .* or greedy_decode"),
-        (dict(temperature=1, min_p=1.5), ValueError, r"min_p is 1.5; expected .* \[0, 1\]"),
-        (dict(end_symbol=[None]), TypeError, "end_symbol is a NoneType; expected an int"),
-        (dict(max_len=3), ValueError, "max_len is 3 and src has 4 tokens"),
-    ],
-)
-def test_stream_tokens_refuses_at_the_call(options, error, message):
-    with pytest.raises(error, match=message):
-        ff.stream_tokens(
-            **dict(model=language_model(), src=PROMPTS, src_mask=None, max_len=8) | options
-        )
+    assert list(stream_tokens(model, PROMPTS[:0], None, 9)) == []
+    assert list(stream_tokens(model, PROMPTS, None, 4)) == []
 
 
 # -------------------------------------------------------------------------------------- beam search
 
 
-def log_probabilities(model, src, mask, tokens):
-    """log p of each token after the first."""
-    out = model(src, tokens, mask, subsequent_mask(tokens.shape[1]))
-    scores = model.generator(out)[:, :-1]
-    return scores.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-
-
-def exhaustive(model, src, mask, new, end, alpha):
-    """Every sequence that ends, and every one of `new` tokens that does not, the best first."""
-    vocabulary = range(model.generator.proj.out_features)
-    found = []
-    with torch.no_grad():
-        for n in range(1, new + 1):
-            sequences = [
-                y for y in itertools.product(vocabulary, repeat=n)
-                if end not in y[:-1] and (y[-1] == end or n == new)
-            ]  # fmt: skip
-            tokens = torch.tensor([(1, *y) for y in sequences])
-            many = [x.expand(len(tokens), *x.shape[1:]) for x in (src, mask)]
-            scores = log_probabilities(model, *many, tokens).sum(1) / ((5 + n) / 6) ** alpha
-            found += zip(scores.tolist(), sequences)
-    return sorted(found, reverse=True)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
-@pytest.mark.parametrize("cache", [True, False])
-def test_beam_search_finds_the_best_of_all_sequences(alpha, cache):
-    model, end, new = translator(4, 1, seed=2), 3, 4
-    with torch.no_grad():
-        model.generator.proj.weight *= 3  # far from uniform
-    src = torch.tensor([[1, 2, 3], [2, 1, 1]])
-    mask = torch.ones(2, 1, 3, dtype=torch.bool)
-    found = beam_search(
-        model, src, mask, new + 1, 1, end_symbol=end, pad_symbol=0, num_beams=64,
-        length_penalty=alpha, n_best=9, cache=cache,
-    )  # fmt: skip
-    for b in range(2):
-        for j, (score, y) in enumerate(
-            exhaustive(model, src[b : b + 1], mask[b : b + 1], new, end, alpha)[:9]
-        ):
-            assert found.lengths[b, j] == 1 + len(y)
-            assert found.tokens[b, j].tolist() == [1, *y] + [0] * (new - len(y))
-            assert math.isclose(found.scores[b, j], score, rel_tol=1e-5)
-
-
-def beams_in_lists(model, src, mask, new, end, alpha, beams, penalty=1.0):
+def beams_in_lists(model, source, new, end, alpha, beams, penalty):
     """Beam search of one source, written out."""
     alive, finished = [(0.0, (1,))], []
     for n in range(1, new + 1):
         grown = []
         for total, y in alive:
-            out = model(src, torch.tensor([y]), mask, subsequent_mask(len(y)))
-            scores = model.generator(out)[0, -1].tolist()
+            scores = next_scores(model, y, source).tolist()
             scores = [s * penalty if v in y else s for v, s in enumerate(scores)]
             grown += [(total + s, (*y, v)) for v, s in enumerate(scores)]
         grown = sorted(grown, reverse=True)[: 2 * beams]
@@ -771,34 +640,37 @@ def beams_in_lists(model, src, mask, new, end, alpha, beams, penalty=1.0):
     return sorted(finished + ends, reverse=True)[:beams]
 
 
+@pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize(
-    ("beams", "alpha", "penalty"),
-    [(1, 0.6, 1.0), (2, 1.0, 1.0), (3, 0.0, 1.0), (5, 0.6, 1.0), (3, 0.6, 1.8), (4, 1.0, 0.4)],
+    ("vocabulary", "new", "beams", "alpha", "penalty"),
+    [
+        (11, 6, 1, 0.6, 1.0),
+        (11, 6, 2, 1.0, 1.0),
+        (11, 6, 3, 0.0, 1.0),
+        (11, 6, 5, 0.6, 1.0),
+        (11, 6, 3, 0.6, 1.8),
+        (11, 6, 4, 1.0, 0.4),
+        # No sequence of three tokens is lost, so that these are the best of all of four.
+        (4, 4, 64, 0.0, 1.0),
+        (4, 4, 64, 0.6, 1.0),
+        (4, 4, 64, 2.0, 0.4),
+    ],
 )
-def test_beam_search_against_one_written_out(beams, alpha, penalty):
-    model, (src, mask) = translator(seed=4), sources()
+def test_beam_search_against_one_written_out(vocabulary, new, beams, alpha, penalty, cache):
+    model, (src, mask), end = translator(vocabulary, seed=4), sources(), min(7, vocabulary - 1)
+    src = src % vocabulary
     with torch.no_grad():
         model.generator.proj.weight *= 2
-        found = beam_search(
-            model,
-            src,
-            mask,
-            7,
-            1,
-            end_symbol=7,
-            num_beams=beams,
-            length_penalty=alpha,
-            n_best=beams,
-            repetition_penalty=penalty,
-        )
-        for b in range(3):
-            row = slice(b, b + 1)
-            want = beams_in_lists(model, src[row], mask[row], 6, 7, alpha, beams, penalty)
-            for j, (score, y) in enumerate(want):
-                n = found.lengths[b, j]
-                assert found.tokens[b, j, :n].tolist() == list(y)
-                assert (found.tokens[b, j, n:] == 7).all()
-                assert math.isclose(found.scores[b, j], score, rel_tol=1e-5)
+    options = dict(length_penalty=alpha, repetition_penalty=penalty, pad_symbol=0, cache=cache)
+    options |= dict(end_symbol=end, num_beams=beams, n_best=beams)
+    found = beam_search(model, src, mask, new + 1, 1, **options)
+    for b in range(3):
+        want = beams_in_lists(model, (src[b], mask[b]), new, end, alpha, beams, penalty)
+        for j, (score, y) in enumerate(want):
+            n = found.lengths[b, j]
+            assert found.tokens[b, j, :n].tolist() == list(y)
+            assert not found.tokens[b, j, n:].any()
+            assert math.isclose(found.scores[b, j], score, rel_tol=1e-5)
 
 
 def test_one_beam_with_a_penalty_is_greedy_over_prompts_with_padding():
@@ -853,7 +725,7 @@ def test_beam_search_with_one_mask_for_all():
         assert all(torch.equal(x, y) for x, y in zip(found, want))
 
 
-@pytest.mark.parametrize("function", [greedy_decode, sample, ff.stream_tokens, beam_search])
+@pytest.mark.parametrize("function", [greedy_decode, sample, stream_tokens, beam_search])
 def test_names_from_elsewhere_are_refused_with_ours(function):
     given = translator(), sources()[0], None
     message = "max_new_tokens is no argument here; expected max_len, which counts the prompt or"
@@ -924,12 +796,6 @@ def test_sample_draws_from_the_distribution(options, want):
         assert abs(share - p) <= 5 * math.sqrt(p * (1 - p) / n) + 1e-6
 
 
-def test_top_p_keeps_no_token_past_the_sum():
-    """Two of four tokens sum to 0.5, without a rounding."""
-    tokens = sample(Loaded([0.25] * 4), torch.zeros(100, 1).long(), None, 5, 1, top_p=0.5)
-    assert tokens[:, 1:].unique().tolist() == [0, 1]
-
-
 def test_sample_with_a_seed():
     src = torch.zeros(50, 1, dtype=torch.long)
     one, same, other = (sample(Loaded(P), src, None, 9, 1, seed=s) for s in (1, 1, 2))
@@ -959,24 +825,33 @@ def test_sample_with_a_seed():
         (greedy_decode, dict(start_symbol=None), ValueError, "start_symbol is None; expected the"),
         (greedy_decode, dict(max_len=0), ValueError, "max_len is 0; expected 1 or more"),
         (greedy_decode, dict(start_symbol=10), ValueError, "start_symbol is 10; .* from 0 to 9"),
+        (greedy_decode, dict(end_symbol=[None]), TypeError, "end_symbol is a NoneType; expected"),
+        (greedy_decode, dict(model=None), TypeError, "model is a NoneType without encode"),
+        (greedy_decode, dict(model=nn.Transformer(8, 2, 1, 1, 8)), TypeError, "a Transformer with"),
+        (stream_tokens, dict(top_k=3), ValueError, "top_k is 3 and temperature None, which draws"),
+        (stream_tokens, dict(top_p=0.5), ValueError, "top_p is 0.5 and temperature None"),
+        (stream_tokens, dict(min_p=0.5), ValueError, "min_p is 0.5 and temperature None"),
+        (stream_tokens, dict(seed=0), ValueError, "seed is 0 and temperature None"),
+        (stream_tokens, dict(temperature=0), ValueError, "temperature is 0.0; .* greedy_decode"),
+        (stream_tokens, dict(temperature=1, min_p=1.5), ValueError, r"min_p is 1.5; .* \[0, 1\]"),
     ],
 )
 def test_bad_options_are_named(function, options, error, message):
-    given = dict(src=ids, src_mask=None, max_len=3, start_symbol=1)
+    """At the call, also that of a stream."""
+    model = ff.make_model(10, 10, 1, 8, 8, 2).eval()
+    given = dict(model=model, src=ids, src_mask=None, max_len=3, start_symbol=1)
     with pytest.raises(error, match=message):
-        function(make_model(10, 10, 1, 8, 8, 2).eval(), **given | options)
+        function(**given | options)
 
 
-def test_top_k_keeps_the_first_of_equal_scores():
-    vocabulary = 100  # of few, torch's sort leaves equal ones in their order by itself
-    src = torch.zeros(20, 1, dtype=torch.long)
-    tokens = sample(Loaded([1 / vocabulary] * vocabulary), src, None, 9, 1, top_k=2, seed=0)
-    assert set(tokens[:, 1:].unique().tolist()) == {0, 1}
-
-
-@pytest.mark.parametrize("cache", [True, False])
-def test_prompts_of_another_integer_type(cache):
-    model, options = language_model(), dict(end_symbol=7, pad_symbol=0, cache=cache)
-    found = greedy_decode(model, PROMPTS.int(), PROMPTS != 0, 12, **options)
-    assert found.dtype == torch.int32
-    assert torch.equal(found.long(), greedy_decode(model, PROMPTS, PROMPTS != 0, 12, **options))
+@pytest.mark.parametrize(
+    ("vocabulary", "options"),
+    [
+        (100, dict(top_k=2)),  # of few, torch's sort leaves equal ones in their order by itself
+        (4, dict(top_p=0.5)),  # no token past the sum, which is 0.5 without a rounding
+    ],
+)
+def test_the_first_of_equal_scores_are_kept(vocabulary, options):
+    src = torch.zeros(50, 1, dtype=torch.long)
+    tokens = sample(Loaded([1 / vocabulary] * vocabulary), src, None, 9, 1, seed=0, **options)
+    assert tokens[:, 1:].unique().tolist() == [0, 1]

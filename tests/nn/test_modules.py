@@ -10,22 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer as ff
-from fastformer import (
-    Embeddings,
-    Generator,
-    LayerNorm,
-    MultiHeadedAttention,
-    PositionalEncoding,
-    PositionwiseFeedForward,
-    RMSNorm,
-    SublayerConnection,
-    attention,
-    clones,
-    make_model,
-    scaled_dot_product_attention,
-    subsequent_mask,
-    use_backend,
-)
+from fastformer import Embeddings, LayerNorm, MultiHeadedAttention, attention, subsequent_mask
 
 B, T, S, H, D = 2, 5, 7, 2, 16  # 8 features a head
 
@@ -70,37 +55,31 @@ def check(module, oracle, inputs, *rest):
 
 def test_clones_are_independent():
     layer = nn.Linear(3, 3)
-    first, second = clones(layer, 2)
+    first, second = ff.clones(layer, 2)
     assert torch.equal(first.weight, layer.weight)
     with torch.no_grad():
         first.weight.zero_()
-    assert second.weight.abs().sum() > 0
-    assert layer.weight.abs().sum() > 0
-    assert len(clones(layer, 0)) == 0
+    assert second.weight.any() and layer.weight.any()
+    assert len(ff.clones(layer, 0)) == 0
 
 
 def test_clones_refuse_other_numbers():
     with pytest.raises(ValueError, match="N is -1; expected 0 or more"):
-        clones(nn.Linear(3, 3), -1)
+        ff.clones(nn.Linear(3, 3), -1)
     with pytest.raises(TypeError, match="N is a float"):
-        clones(nn.Linear(3, 3), 2.0)
+        ff.clones(nn.Linear(3, 3), 2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_embeddings_scale_by_the_root(dtype):
-    e = Embeddings(D, 11)
+    """The row of padding is zero, and stays so."""
+    e = Embeddings(D, 11, padding_idx=0)
     x = torch.tensor([[0, 10, 3], [7, 7, 1]], dtype=dtype)
     expected = torch.stack([e.lut.weight[i] * 4.0 for i in x.flatten().tolist()]).view(2, 3, D)
-    assert torch.equal(e(x), expected)
-
-
-def test_embeddings_padding_row_stays_zero():
-    e = Embeddings(D, 11, padding_idx=0)
-    out = e(torch.tensor([[0, 3]]))
-    assert torch.equal(out[0, 0], torch.zeros(D))
+    out = e(x)
+    assert torch.equal(out, expected) and not out[0, 0].any()
     out.sum().backward()
-    assert e.lut.weight.grad[0].abs().sum() == 0
-    assert e.lut.weight.grad[3].abs().sum() > 0
+    assert e.lut.weight.grad.any(1).tolist() == [i in (10, 3, 7, 1) for i in range(11)]
 
 
 def test_embeddings_refuse_ids_past_the_vocabulary():
@@ -110,6 +89,9 @@ def test_embeddings_refuse_ids_past_the_vocabulary():
         Embeddings(D, 11)(torch.ones(1, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="padding_idx is 11"):
         Embeddings(D, 11, padding_idx=11)
+    for module in (Embeddings, ff.Generator):
+        with pytest.raises(ValueError, match="vocab is 0; expected 1 or more"):
+            module(D, 0)
 
 
 # ---------------------------------------------------------------------------- positional encoding
@@ -117,7 +99,7 @@ def test_embeddings_refuse_ids_past_the_vocabulary():
 
 @pytest.mark.parametrize("d", [1, 7, 16, 512])
 def test_positional_encoding_formula(d):
-    pe = PositionalEncoding(d, 0.0).pe
+    pe = ff.PositionalEncoding(d, 0.0).pe
     assert pe.shape == (1, 5000, d)
     assert pe.dtype == torch.float32
     for p in (0, 1, 77, 4999):
@@ -129,23 +111,18 @@ def test_positional_encoding_formula(d):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_positional_encoding_adds_the_first_positions(dtype):
-    m = PositionalEncoding(D, 0.0, max_len=9)
-    x = torch.randn(B, S, D, dtype=dtype)
-    assert torch.equal(m(x), x + m.pe[:, :S].to(dtype))
-
-
-def test_positional_encoding_dropout_is_torchs():
-    m = PositionalEncoding(D, 0.3)
-    x = torch.randn(B, S, D)
+    """And drops as torch does."""
+    m, x = ff.PositionalEncoding(D, 0.3, max_len=9), torch.randn(B, S, D, dtype=dtype)
+    want = x + m.pe[:, :S].to(dtype)
+    assert torch.equal(m.eval()(x), want)
     torch.manual_seed(1)
-    actual = m(x)
+    dropped = m.train()(x)
     torch.manual_seed(1)
-    assert torch.equal(actual, nn.functional.dropout(x + m.pe[:, :S], 0.3))
-    assert torch.equal(m.eval()(x), x + m.pe[:, :S])
+    assert torch.equal(dropped, F.dropout(want, 0.3))
 
 
 def test_positional_encoding_is_stored():
-    fixed, learned = (PositionalEncoding(D, 0.0, 9, learned) for learned in (False, True))
+    fixed, learned = (ff.PositionalEncoding(D, 0.0, 9, learned) for learned in (False, True))
     assert not list(fixed.parameters())
     assert [name for name, _ in learned.named_parameters()] == ["pe"]
     assert torch.equal(fixed.pe, learned.pe)  # a learned one starts from the sinusoid
@@ -158,11 +135,15 @@ def test_positional_encoding_is_stored():
 # -------------------------------------------------------------------------------------- attention
 
 
-def test_attention_fully_masked_is_uniform():
-    query, key, value = torch.randn(3, 2, 4, 8)
-    output, weights = attention(query, key, value, torch.zeros(2, 4, 4))
-    assert torch.equal(weights, torch.full((2, 4, 4), 0.25))
-    torch.testing.assert_close(output, value.mean(1, keepdim=True).expand(2, 4, 8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_of_a_query_that_sees_no_key_is_uniform(dtype):
+    """Half precision does not overflow."""
+    query, key, value = torch.randn(3, 2, 4, 8).to(dtype)
+    mask = torch.ones(4, 4).tril() * torch.tensor([[1], [1], [0], [1]])
+    output, weights = attention(query, key, value, mask)
+    assert weights.isfinite().all() and (weights[:, 0, 1:] == 0).all()
+    assert (weights[:, 2] == 0.25).all() and weights.dtype == dtype
+    torch.testing.assert_close(output[:, 2], value.mean(1))
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 2, 2)], ids=str)
@@ -181,15 +162,6 @@ def test_attention_formula(lead, dtype):
     assert (weights.masked_select(mask == 0) == 0).all()
 
 
-def test_attention_half_precision_does_not_overflow():
-    query, key, value = torch.randn(3, 2, 4, 8).half()
-    mask = torch.ones(4, 4).tril() * torch.tensor([[1], [1], [0], [1]])
-    _, weights = attention(query, key, value, mask)
-    assert weights.isfinite().all()
-    assert torch.equal(weights[:, 2], torch.full((2, 4), 0.25).half())
-    assert (weights[:, 0, 1:] == 0).all()
-
-
 def test_attention_dropout_is_applied_to_the_weights():
     query, key, value = torch.randn(3, 2, 4, 8)
     plain = attention(query, key, value)[1]
@@ -203,8 +175,6 @@ def test_attention_refuses_a_mask_that_does_not_fit():
     for shape in ((2, 4, 5), (3, 4, 4), (1, 2, 4, 4)):
         with pytest.raises(ValueError, match=r"mask has shape .*broadcasts to \[2, 4, 4\]"):
             attention(query, key, value, torch.ones(shape))
-    with pytest.raises(TypeError, match="mask is a bool"):
-        attention(query, key, value, True)
 
 
 # --------------------------------------------------------------------------- multi-head attention
@@ -235,6 +205,7 @@ MASKS = {
     "none": None,
     "padding": padding().long(),
     "full": padding() & (torch.arange(T * S).view(1, T, S) % 3 > 0),
+    "shared padding": padding()[1:],
     "shared": subsequent_mask(S)[:, :T].to(torch.uint8),
     "two": -subsequent_mask(S)[0, :T].long(),
     "floats": subsequent_mask(S)[:, :T].bfloat16(),
@@ -249,64 +220,42 @@ def test_multi_headed_attention(mask, backend, device):
     check(m, tutorial_heads, [query, key, value], mask)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"gate": True}], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_grouped_heads_and_sinks(kv_heads, sinks, backend, device):
-    """Head i reads head i // (h / kv_heads) of keys and values; the sinks are a parameter, and the
-    weights of the keys leave a share to them.
+def test_grouped_heads_sinks_and_a_gate(kv_heads, options, backend, device):
+    """Head i reads head i // (h / kv_heads) of keys and values; the weights of the keys leave a
+    share to the sinks; sigmoid(gate(query)) multiplies the heads. With padding, without, and with a
+    cache.
     """
-    m = randomised(MultiHeadedAttention(4, D, 0.0, kv_heads, sinks=sinks), device)
+    m = randomised(MultiHeadedAttention(4, D, 0.0, kv_heads, **options), device)
     assert [x.out_features for x in m.linears] == [D, kv_heads * 4, kv_heads * 4, D]
     query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
     check(m, tutorial_heads, [query, key, value], padding().to(device))
     m.keep_attention = True
     out = m(query, key, value)
-    assert (m.attn.sum(-1) < 0.99).any() == sinks
+    assert (m.attn.sum(-1) < 0.99).any() == ("sinks" in options)
     v = m.linears[2](value).view(B, S, kv_heads, 4).repeat_interleave(4 // kv_heads, 2)
     joined = torch.einsum("bhts,bshd->bthd", m.attn, v).reshape(B, T, D)
-    torch.testing.assert_close(out, m.linears[3](joined))
+    gates = 1.0 if m.gate is None else m.gate(query).sigmoid()
+    torch.testing.assert_close(out, m.linears[3](gates * joined))
+    m.keep_attention = False
 
-
-def test_gate(backend, device):
-    """sigmoid(gate(query)) multiplies the heads: padded, packed and with a cache."""
-    m = randomised(MultiHeadedAttention(4, D, 0.0, 2, gate=True), device)
-    query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
-    check(m, tutorial_heads, [query, key, value], padding().to(device))
-    check_packed_and_cached(m, device)
-    with pytest.raises(TypeError, match="gate is"):
-        MultiHeadedAttention(4, D, gate="no")
-
-
-def check_packed_and_cached(m, device):
-    m.eval()
     x, lengths = torch.randn(B, S, D, device=device), torch.tensor([S, 3], device=device)
     want = m(x, x, x, key_lengths=lengths, is_causal=True)
     tokens, packing = ff.unpad(x, lengths)
     out = m(tokens, tokens, tokens, packing, is_causal=True)
     torch.testing.assert_close(out, ff.unpad(want, packing)[0])
     with torch.no_grad():
-        cache = ff.KVCache(B, 2, S, D // 4)
-        steps = [m(x[:, n : n + 1], *[x[:, n : n + 1]] * 2, cache=cache) for n in range(S)]
-    want = m(x, x, x, is_causal=True)
-    torch.testing.assert_close(torch.cat(steps, 1), want)
+        cache = ff.KVCache(B, kv_heads, S, 4)
+        steps = [m(part, part, part, cache=cache) for part in x.split(1, 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), m(x, x, x, is_causal=True))
 
 
-def test_sinks_are_a_part_of_the_state(device):
-    m = randomised(MultiHeadedAttention(4, D, 0.0, sinks=True), device)
-    twin = MultiHeadedAttention(4, D, 0.0, sinks=True).to(device)
-    assert twin.sinks.eq(0).all() and twin.load_state_dict(m.state_dict()) is not None
-    assert torch.equal(twin.sinks, m.sinks)
-    plain = MultiHeadedAttention(4, D, 0.0).to(device)
-    assert plain.sinks is None and "sinks" not in plain.state_dict()
+def test_sinks_are_a_part_of_the_state():
+    m, plain = (MultiHeadedAttention(4, D, sinks=sinks) for sinks in (True, False))
+    assert m.sinks.eq(0).all() and plain.sinks is None
     with pytest.raises(RuntimeError, match=r"Unexpected.*sinks"):
         plain.load_state_dict(m.state_dict())
-    with pytest.raises(TypeError, match="sinks is"):
-        MultiHeadedAttention(4, D, sinks=torch.zeros(4))
-
-
-def test_sinks_without_padding_and_with_a_cache(backend, device):
-    m = MultiHeadedAttention(4, D, 0.0, 2, sinks=True)
-    check_packed_and_cached(randomised(m, device), device)
 
 
 def test_multi_headed_attention_masks_by_head(device):
@@ -318,9 +267,7 @@ def test_multi_headed_attention_masks_by_head(device):
     m.keep_attention = True
     m(x, x, x, mask)
     hidden = m.attn[..., 2] == 0
-    assert torch.equal(
-        hidden, torch.tensor([False, True], device=device).view(1, H, 1).expand_as(hidden)
-    )
+    assert not hidden[:, 0].any() and hidden[:, 1].all()
 
 
 def test_query_that_sees_no_key_gives_the_bias(backend, device):
@@ -334,11 +281,9 @@ def test_query_that_sees_no_key_gives_the_bias(backend, device):
     assert torch.equal(out[0, 2], m.linears[3].bias)
     assert torch.equal(out[1], m.linears[3].bias.expand(T, D))
     assert not torch.allclose(out[0, 0], m.linears[3].bias, atol=1e-2)
-    assert (m.attn[1] == 0).all()
-    assert (m.attn[0, :, 2] == 0).all()
+    assert not m.attn[1].any() and not m.attn[0, :, 2].any()
     out.sum().backward()
-    assert x.grad.isfinite().all()
-    assert (x.grad[1] == 0).all()
+    assert x.grad.isfinite().all() and not x.grad[1].any()
 
 
 @pytest.mark.parametrize("inputs, gemms", [("xxx", 2), ("xyy", 3), ("xyz", 4), ("hooked", 4)])
@@ -368,22 +313,17 @@ def test_one_gemm_for_what_one_input_is_projected_to(device, monkeypatch, inputs
 
 OPTIONS = {
     "causal": {"is_causal": True},
-    "bias": {"bias": (H, T, S)},
-    "lengths": {"key_lengths": [S, 3]},
+    "bias": {"bias": torch.arange(H * T * S).view(H, T, S).sin()},
+    "lengths": {"key_lengths": torch.tensor([S, 3])},
     "window": {"window": (2, 1), "causal_alignment": "bottom_right"},
-    "alibi": {"alibi_slopes": (H,), "softcap": 4.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.3, 0.7]), "softcap": 4.0},
 }
 
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_of_attention(case, backend, device):
     """They reach the fused op, and the weights that are kept beside it."""
-    options = dict(OPTIONS[case])
-    for name, given in options.items():
-        if name in ("bias", "alibi_slopes"):
-            options[name] = torch.rand(given, device=device)
-        if name == "key_lengths":
-            options[name] = torch.tensor(given, device=device)
+    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in OPTIONS[case].items()}
     m = randomised(MultiHeadedAttention(H, D, dropout=0.0), device)
     m.keep_attention = True
     query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
@@ -393,7 +333,7 @@ def test_options_of_attention(case, backend, device):
         linear(x).view(B, -1, H, 8).transpose(1, 2)
         for linear, x in zip(m.linears, (query, key, value))
     )
-    heads = scaled_dot_product_attention(q, k, v, mask.unsqueeze(1) != 0, **options)
+    heads = ff.scaled_dot_product_attention(q, k, v, mask.unsqueeze(1) != 0, **options)
     torch.testing.assert_close(out, m.linears[3](heads.transpose(1, 2).flatten(2)))
     torch.testing.assert_close(m.attn @ v, heads)
     plain = m(query, key, value, mask)
@@ -406,16 +346,10 @@ def test_keep_attention(backend, device):
     m(query, key, value)
     assert m.attn is None
     m.keep_attention = True
-    out = m(query, key, value, padding().to(device))
-    assert m.attn.shape == (B, H, T, S)
-    assert not m.attn.requires_grad
+    m(query, key, value, padding().to(device))
+    assert m.attn.shape == (B, H, T, S) and not m.attn.requires_grad
     assert (m.attn[1, :, :, S - 3 :] == 0).all()
     torch.testing.assert_close(m.attn.sum(-1), torch.ones(B, H, T, device=device))  # no dropout
-    m.eval()
-    out = m(query, key, value, padding().to(device))
-    v = m.linears[2](value).view(B, S, H, 8)
-    joined = torch.einsum("bhts,bshd->bthd", m.attn, v).reshape(B, T, D)
-    torch.testing.assert_close(out, m.linears[3](joined))
     copy.deepcopy(m)
     m.keep_attention = False
     m(query, key, value)
@@ -431,48 +365,27 @@ def test_dropout_of_the_attention_weights(backend, device):
     assert torch.equal(m.eval()(x, x, x), kept(x, x, x))
 
 
-@pytest.mark.parametrize(
-    "module", [MultiHeadedAttention(H, D, 0.4), PositionwiseFeedForward(D, 24, 0.4)]
-)
-def test_both_backends_draw_the_same_dropout(module, device):
-    m = randomised(copy.deepcopy(module), device)
-    x = torch.randn(B, T, D, device=device)
-    arguments = (x, x, x) if isinstance(m, MultiHeadedAttention) else (x,)
-    outputs = []
-    for backend in ("reference", "triton"):
-        torch.manual_seed(5)
-        with use_backend(backend):
-            outputs.append(m(*arguments))
-    assert_close(outputs[1], outputs[0].double())
-    assert not torch.allclose(outputs[0], m.eval()(*arguments))
-
-
 def test_multi_headed_attention_refuses_bad_input():
     for name, ours in (("head", "h"), ("embedding_dim", "d_model")):
         with pytest.raises(TypeError, match=f"{name} is no argument here; expected {ours}$"):
             MultiHeadedAttention(**{"h": 4, "d_model": 8, name: 4})
-    with pytest.raises(ValueError, match="d_model is 10; expected a multiple of h = 4"):
-        MultiHeadedAttention(4, 10)
-    with pytest.raises(ValueError, match="h is 0; expected 1 or more"):
-        MultiHeadedAttention(0, 8)
-    with pytest.raises(ValueError, match=r"dropout is 1\.5"):
-        MultiHeadedAttention(2, 8, 1.5)
-    m = MultiHeadedAttention(H, D)
-    q, k = torch.randn(B, T, D), torch.randn(B, S, D)
-    with pytest.raises(
-        ValueError, match=r"query has shape \[5, 16\]; expected \[B, S, d_model = 16\]"
+    for options, error, message in (
+        (dict(d_model=10), ValueError, "d_model is 10; expected a multiple of h = 4"),
+        (dict(h=0), ValueError, "h is 0; expected 1 or more"),
+        (dict(dropout=1.5), ValueError, r"dropout is 1\.5"),
     ):
-        m(q[0], k, k)
-    with pytest.raises(ValueError, match=r"value has shape \[2, 7, 8\]"):
-        m(q, k, k[..., :8])
-    with pytest.raises(ValueError, match=r"key .*expected the batch of query"):
-        m(q, k[:1], k[:1])
-    with pytest.raises(TypeError, match=r"key has dtype torch\.float64"):
-        m(q, k.double(), k)
-    with pytest.raises(TypeError, match=r"query has dtype torch\.int64"):
-        m(q.long(), k, k)
-    with pytest.raises(TypeError, match="key is a NoneType"):
-        m(q, None, k)
+        with pytest.raises(error, match=message):
+            MultiHeadedAttention(**{"h": 4, "d_model": 8} | options)
+    m, q, k = MultiHeadedAttention(H, D), torch.randn(B, T, D), torch.randn(B, S, D)
+    for given, error, message in (
+        ((q[0], k, k), ValueError, r"query has shape \[5, 16\]; .* \[B, S, d_model = 16\]"),
+        ((q, k, k[..., :8]), ValueError, r"value has shape \[2, 7, 8\]"),
+        ((q, k[:1], k[:1]), ValueError, r"key .*expected the batch of query"),
+        ((q.long(), k, k), TypeError, r"query has dtype torch\.int64"),
+        ((q.half(), k.half(), k.half()), TypeError, r"query has .*float16; .*of the parameters"),
+    ):
+        with pytest.raises(error, match=message):
+            m(*given)
     for shape in ((S,), (1, B, 1, T, S)):
         with pytest.raises(ValueError, match=r"mask has shape .*expected \[B, 1, S\], \[B, T, S\]"):
             m(q, k, k, torch.ones(shape))
@@ -481,10 +394,6 @@ def test_multi_headed_attention_refuses_bad_input():
             m(q, k, k, torch.ones(shape))
     with pytest.raises(ValueError, match=r"broadcasts to .*for each head, mask\[None\]"):
         MultiHeadedAttention(4, D)(q, k, k, torch.ones(4, T, S))
-    with pytest.raises(TypeError, match="mask is a list"):
-        m(q, k, k, [1, 0])
-    with pytest.raises(TypeError, match=r"query has dtype torch\.float16; .*of the parameters"):
-        m(q.half(), k.half(), k.half())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -492,7 +401,7 @@ def test_an_additive_mask_is_refused(dtype):
     """Of 0 and -inf, torch's: what is not zero would take part, and the target leak."""
     m, x = MultiHeadedAttention(H, D), torch.randn(B, T, D)
     added = nn.Transformer.generate_square_subsequent_mask(T, dtype=dtype)
-    model = make_model(7, 7, 1, D, 24, H)
+    model = ff.make_model(7, 7, 1, D, 24, H)
     ids = torch.ones(B, T, dtype=torch.long)
     for call in (
         lambda mask: m(x, x, x, mask),
@@ -515,10 +424,8 @@ def test_an_additive_mask_is_refused(dtype):
 def test_an_additive_mask_in_a_graph():
     """There an assertion stands in the graph, which breaks nowhere."""
     m, x = MultiHeadedAttention(H, D).eval(), torch.randn(B, T, D)
-    added, ones = (
-        nn.Transformer.generate_square_subsequent_mask(T)[None],
-        subsequent_mask(T).float(),
-    )
+    added = nn.Transformer.generate_square_subsequent_mask(T)[None]
+    ones = subsequent_mask(T).float()
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
     exported = torch.export.export(m, (x, x, x, ones)).module()
     for graph in (compiled, exported):
@@ -537,8 +444,6 @@ def test_a_mask_of_two_dimensions():
     words = r"\[B, S\] or \[T, S\]\? mask\[:, None\] is \[B, 1, S\].*mask\[None\] \[1, T, S\]"
     with pytest.raises(ValueError, match=words):
         m(x, x, x, mask)
-    for given in (mask[None], mask[:, None]):
-        assert m(x, x, x, given).shape == x.shape
     assert torch.equal(m(x[:B], x[:B], x[:B], mask), m(x[:B], x[:B], x[:B], mask[None]))
     assert torch.equal(
         m(x[:1, :1], x[:1], x[:1], mask[:1]), m(x[:1, :1], x[:1], x[:1], mask[None, :1])
@@ -548,16 +453,6 @@ def test_a_mask_of_two_dimensions():
 
 
 # ---------------------------------------------------------------- feed-forward, LayerNorm, residual
-
-
-def test_position_wise_feed_forward(backend, device):
-    m = randomised(PositionwiseFeedForward(D, 24, dropout=0.0), device)
-
-    def tutorial(m, x):
-        return m.w_2(m.w_1(x).clamp(min=0))
-
-    check(m, tutorial, [torch.randn(B, T, D, device=device)])
-    check(m, tutorial, [torch.randn(3, D, device=device)])
 
 
 FORMS = {
@@ -573,13 +468,14 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_the_feed_forward(form, backend, device):
     """The op and, beside a hook, the layers one by one."""
-    m = randomised(PositionwiseFeedForward(D, 24, 0.0, form), device)
+    m = randomised(ff.PositionwiseFeedForward(D, 24, 0.0, form), device)
     x = torch.randn(B, T, D, device=device)
 
     def plain(m, x):
         return m.w_2(FORMS[form](m.w_1(x)))
 
     check(m, plain, [x])
+    check(m, plain, [x[0, :3]])
     called = []
     m.w_2.register_forward_hook(lambda *_: called.append("hook"))
     torch.testing.assert_close(m(x), plain(m, x))
@@ -589,7 +485,7 @@ def test_forms_of_the_feed_forward(form, backend, device):
 @pytest.mark.parametrize("form", ["relu", "swiglu"])
 def test_dropout_of_the_hidden_features(form, backend, device):
     x = torch.randn(B, T, D, device=device)
-    m = randomised(PositionwiseFeedForward(D, 24, 1.0, form), device)
+    m = randomised(ff.PositionwiseFeedForward(D, 24, 1.0, form), device)
     assert torch.equal(m(x), m.w_2.bias.expand(B, T, D))
     torch.testing.assert_close(m.eval()(x), m.w_2(FORMS[form](m.w_1(x))))
 
@@ -614,49 +510,38 @@ def test_layer_norm(dtype, unbiased, eps, backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rms_norm(dtype, backend, device):
-    m = randomised(RMSNorm(9, 0.1).to(dtype), device)
-
     def plain(m, x):
         return m.weight * x / (x.square().mean(-1, keepdim=True) + m.eps).sqrt()
 
+    m = randomised(ff.RMSNorm(9, 0.1).to(dtype), device)
     check(m, plain, [torch.randn(B, T, 9, device=device, dtype=dtype) * 2 + 3])
-    assert RMSNorm(9).eps == 1e-6 and torch.equal(RMSNorm(9).weight, torch.ones(9))
-    with pytest.raises(ValueError, match=r"input has shape \[2, 8\]"):
-        RMSNorm(9)(torch.randn(2, 8))
+    assert ff.RMSNorm(9).eps == 1e-6 and torch.equal(ff.RMSNorm(9).weight, torch.ones(9))
 
 
 def test_layer_norm_default_and_bounds():
     m = LayerNorm(9)
     assert (m.eps, m.unbiased) == (1e-6, False)
-    assert torch.equal(m.weight, torch.ones(9))
-    assert torch.equal(m.bias, torch.zeros(9))
+    assert torch.equal(m.weight, torch.ones(9)) and torch.equal(m.bias, torch.zeros(9))
     with pytest.raises(ValueError, match="features is 1; expected 2 or more"):
         LayerNorm(1, unbiased=True)
-    with pytest.raises(TypeError, match="features is a tuple"):
-        LayerNorm((9,))
-    with pytest.raises(ValueError, match=r"input has shape \[2, 8\]"):
-        m(torch.randn(2, 8))
 
 
 def test_sublayer_connection(backend, device):
-    def twice(x):
-        return x * 2
-
     x = torch.randn(B, T, D, device=device)
-    first = randomised(SublayerConnection(D, 0.0), device)
-    torch.testing.assert_close(first(x, twice), x + 2 * tutorial_norm(first.norm, x))
-    last = randomised(SublayerConnection(D, 0.0, norm_first=False), device)
-    torch.testing.assert_close(last(x, twice), tutorial_norm(last.norm, 3 * x))
-    rms = randomised(SublayerConnection(D, 0.0, norm="rms"), device)
-    assert type(rms.norm) is RMSNorm
-    torch.testing.assert_close(rms(x, twice), x + 2 * F.rms_norm(x, (D,), rms.norm.weight, 1e-6))
+    first = randomised(ff.SublayerConnection(D, 0.0), device)
+    torch.testing.assert_close(first(x, torch.sin), x + tutorial_norm(first.norm, x).sin())
+    last = randomised(ff.SublayerConnection(D, 0.0, norm_first=False), device)
+    torch.testing.assert_close(last(x, torch.sin), tutorial_norm(last.norm, x + x.sin()))
+    rms = randomised(ff.SublayerConnection(D, 0.0, norm="rms"), device)
+    want = F.rms_norm(x, (D,), rms.norm.weight, 1e-6)
+    torch.testing.assert_close(rms(x, torch.sin), x + want.sin())
 
 
 def test_sublayer_connection_drops_the_sublayer_alone(device):
     x = torch.randn(B, T, D, device=device)
-    m = SublayerConnection(D, 1.0).to(device)
+    m = ff.SublayerConnection(D, 1.0).to(device)
     assert torch.equal(m(x, torch.exp), x)
-    m = SublayerConnection(D, 1.0, norm_first=False).to(device)
+    m = ff.SublayerConnection(D, 1.0, norm_first=False).to(device)
     assert torch.equal(m(x, torch.exp), m.norm(x))
 
 
@@ -664,14 +549,15 @@ def test_sublayer_connection_drops_the_sublayer_alone(device):
 
 MODULES = {
     "embeddings": lambda: Embeddings(D, 11),
-    "positional": lambda: PositionalEncoding(D, 0.1, 9),
-    "learned": lambda: PositionalEncoding(D, 0.1, 9, learned=True),
+    "positional": lambda: ff.PositionalEncoding(D, 0.1, 9),
+    "learned": lambda: ff.PositionalEncoding(D, 0.1, 9, learned=True),
     "attention": lambda: MultiHeadedAttention(H, D),
-    "feed_forward": lambda: PositionwiseFeedForward(D, 24),
+    "sinks and gate": lambda: MultiHeadedAttention(H, D, sinks=True, gate=True),
+    "feed_forward": lambda: ff.PositionwiseFeedForward(D, 24),
     "layer_norm": lambda: LayerNorm(D, 1e-5, unbiased=True),
-    "rms_norm": lambda: RMSNorm(D, 1e-5),
-    "sublayer": lambda: SublayerConnection(D, 0.1, norm_first=False),
-    "generator": lambda: Generator(D, 11),
+    "rms_norm": lambda: ff.RMSNorm(D, 1e-5),
+    "sublayer": lambda: ff.SublayerConnection(D, 0.1, norm_first=False),
+    "generator": lambda: ff.Generator(D, 11),
 }
 
 
@@ -681,7 +567,7 @@ def call(m):
     x = torch.linspace(-2, 3, B * T * D).view(B, T, D).sin()
     if isinstance(m, MultiHeadedAttention):
         return m(x, x, x, subsequent_mask(T))
-    return m(x, torch.sin) if isinstance(m, SublayerConnection) else m(x)
+    return m(x, torch.sin) if isinstance(m, ff.SublayerConnection) else m(x)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -707,20 +593,13 @@ SPELLINGS = {
 }
 
 
-def respelled(state, names):
-    """The state dict with each part named as a tutorial names it."""
-    out = {}
-    for key, tensor in state.items():
-        ours = next((n for n in names if f"{key}.".startswith(f"{n}.")), "")
-        out[names.get(ours, "") + key[len(ours) :]] = tensor
-    return out
-
-
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_other_spellings_load(spelling):
     name, names = SPELLINGS[spelling]
     m = randomised(MODULES[name](), "cpu").eval()
-    state = respelled(m.state_dict(), names)
+    state = m.state_dict()
+    for ours, theirs in names.items():
+        state = {key.replace(ours, theirs): tensor for key, tensor in state.items()}
     assert len(state) == len(m.state_dict())
     assert not set(state) & set(m.state_dict())
     given = dict(state)
@@ -734,7 +613,7 @@ def test_other_spellings_load(spelling):
 
 
 def test_wrong_names_are_listed():
-    m = nn.ModuleDict({"norm": LayerNorm(D), "ff": PositionwiseFeedForward(D, 24)})
+    m = nn.ModuleDict({"norm": LayerNorm(D), "ff": ff.PositionwiseFeedForward(D, 24)})
     state = m.state_dict()
     state["norm.a_2"] = torch.ones(D)  # beside norm.weight
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "norm.a_2"'):
@@ -752,10 +631,9 @@ def test_autocast(backend, device):
     x = torch.randn(B, T, D, device=device)
     with torch.autocast(device.type, torch.bfloat16):
         heads = randomised(MultiHeadedAttention(H, D, 0.0), device)
-        ff = randomised(PositionwiseFeedForward(D, 24, 0.0), device)
+        fed = randomised(ff.PositionwiseFeedForward(D, 24, 0.0), device)
         norm = LayerNorm(D).to(device)
+        low = fed(x)
         assert heads(x, x.bfloat16(), x, subsequent_mask(T).to(device)).dtype == torch.bfloat16
-        assert ff(x).dtype == torch.bfloat16
-        assert norm(x).dtype == torch.float32
-        low = ff(x)
-    assert_close(low, ff(x).double(), 0.02)
+        assert low.dtype == torch.bfloat16 and norm(x).dtype == torch.float32
+    assert_close(low, fed(x).double(), 0.02)

@@ -1,24 +1,21 @@
 """Models with rotary positions and norms of queries and keys: layers against transformers' Qwen3,
-positions in caches and packed batches, decoding, and what is refused.
+positions in packed batches, and what is refused. test_language_model.py has them in a cache.
 """
 
 import pytest
 import torch
+from test_transformer import moved
 
 import fastformer as ff
-from fastformer.ops import functional
+from fastformer.dispatch import backends
 
 B, T, V, D, H, G = 2, 7, 13, 16, 4, 2
 
 
 def small_model(device="cpu", **options):
-    """A model in which no parameter is zero or one."""
     options = dict(kv_heads=G, norm="rms", qk_norm=True, max_len=T + 1) | options
     model = ff.make_decoder(V, 2, D, 24, H, 0.0, positions="rotary", rope_theta=50.0, **options)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-    return model.to(device).eval()
+    return moved(model).to(device).eval()
 
 
 def ids(device="cpu"):
@@ -58,19 +55,6 @@ def test_a_layer_is_that_of_qwen(backend, device, qk_norm):
     torch.testing.assert_close(have, want, atol=2e-6, rtol=2e-5)
 
 
-def test_a_cache_continues_the_positions(backend, device):
-    """It holds rotated keys; in pieces of several tokens and of one, and after a crop."""
-    model, tokens = small_model(device).requires_grad_(False), ids(device)
-    whole, cache = model(tokens), ff.DecoderCache(T)
-    for piece in (slice(0, 3), slice(3, 5), slice(5, 6), slice(6, 7)):
-        out = model(tokens[:, piece], None, cache)
-        torch.testing.assert_close(out, whole[:, piece], atol=2e-5, rtol=1e-5)
-    cache.crop(torch.tensor([4, 2], device=device))  # rows that differ
-    out = model(torch.stack([tokens[0, 4:6], tokens[1, 2:4]]), None, cache)
-    want = torch.stack([whole[0, 4:6], whole[1, 2:4]])
-    torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-5)
-
-
 def test_positions_restart_with_each_packed_sequence(backend, device):
     model = small_model(device)
     x, lengths = model.embed(ids(device)), torch.tensor([4, T], device=device)
@@ -83,22 +67,19 @@ def test_positions_restart_with_each_packed_sequence(backend, device):
     assert torch.equal(cos, table[0][positions]) and torch.equal(sin, table[1][positions])
 
 
-def test_one_op_rotates_and_normalizes(device, monkeypatch):
+def test_one_op_rotates_and_normalizes(device):
     """Each layer calls it once; with a hook on a norm, that module runs, with the same result."""
-    model, tokens, calls = small_model(device), ids(device), []
-    original = functional.rotary_embedding
+    model, tokens, normalizes, seen = small_model(device), ids(device), [], []
 
-    def counted(*given, **options):
-        calls.append("query_norm" in options)
-        return original(*given, **options)
+    def note(op, arguments):
+        if op == "rotary_embedding":
+            normalizes.append(arguments["query_norm"] is not None)
 
-    monkeypatch.setattr(functional, "rotary_embedding", counted)
-    before = model(tokens)
-    assert calls == [True, True]
-    seen = []
-    model.decoder.layers[0].self_attn.key_norm.register_forward_hook(lambda *_: seen.append(1))
-    torch.testing.assert_close(model(tokens), before)
-    assert calls[2:] == [False, True] and seen == [1]
+    with backends.observe(on_call=note):
+        before = model(tokens)
+        model.decoder.layers[0].self_attn.key_norm.register_forward_hook(lambda *_: seen.append(1))
+        torch.testing.assert_close(model(tokens), before)
+    assert normalizes == [True, True, False, True] and seen == [1]
 
 
 def test_norms_without_a_rotation(backend, device):
@@ -146,13 +127,10 @@ def test_padding_and_hidden_layers_train(device):
 
 def test_the_default_of_rope_theta():
     """make_decoder has the one of RotaryEmbedding, which is that of the paper."""
-    size = dict(d_model=16, N=0, h=2, positions="rotary")
-    tables = [
-        ff.make_decoder(V, **size, **more).decoder.rotary.table
-        for more in ({}, {"rope_theta": None}, {"rope_theta": 10000.0})
-    ]
     want = torch.cat(ff.rotary_frequencies(8, 5000, 10000.0), -1)
-    assert all(torch.equal(table, want) for table in tables)
+    for given in ({}, {"rope_theta": None}, {"rope_theta": 10000.0}):
+        model = ff.make_decoder(V, d_model=16, N=0, h=2, positions="rotary", **given)
+        assert torch.equal(model.decoder.rotary.table, want), given
 
 
 def test_layers_refuse(device):
@@ -168,7 +146,5 @@ def test_layers_refuse(device):
     memory = ff.DecoderCache(4).layer(0).memory
     with pytest.raises(ValueError, match="rotary is given together with a MemoryCache; expected"):
         attention(x, x, x, cache=memory, rotary=model.decoder.rotary(x[:, :T]))
-    with pytest.raises(TypeError, match="rotary is a int; expected a RotaryEmbedding or None"):
-        ff.Encoder(model.decoder.layers[0], 1, rotary=1)
     with pytest.raises(ValueError, match="max_len is 10; expected at most 9, the positions of"):
         ff.greedy_decode(model, ids(device), None, T + 3)

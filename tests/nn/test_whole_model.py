@@ -1,8 +1,7 @@
-"""The model as a whole: compiled, captured, exported, in mixed precision, checkpointed; its ops and
-what it saves.
-"""
+"""The model as a whole: compiled, exported, in mixed precision; its ops and what it saves."""
 
 import collections
+from functools import partial
 
 import pytest
 import torch
@@ -33,24 +32,15 @@ def step(model, batch):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def assert_same(have, want, **close):
-    for a, b in zip(have, want):
-        torch.testing.assert_close(a, b, **close)
-
-
 @pytest.mark.with_all
-def test_compiled(backend, device):
-    """One graph, forward and backward, the same numbers, and from one seed the same dropout."""
+def test_compiled_step(backend, device):
+    """The same loss and gradients, from one seed with the same dropout."""
     model, batch = model_and_batch(device, dropout=0.3)
-    compiled = torch.compile(step, fullgraph=False, backend="aot_eager")
-    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
-    inputs = batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
-    for functions, given in (((step, compiled), (model, batch)), ((model, whole), inputs)):
-        found = []
-        for function in functions:
-            torch.manual_seed(3)
-            found.append([*function(*given)])
-        assert_same(*found, atol=1e-5, rtol=1e-4)
+    found = []
+    for function in (step, torch.compile(step, backend="aot_eager")):
+        torch.manual_seed(3)
+        found.append(function(model, batch))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
 def test_autocast_over_float32_weights(backend, device):
@@ -66,15 +56,13 @@ def test_autocast_over_float32_weights(backend, device):
     for a, b in zip(low[1:], exact[1:]):
         assert (a - b).norm() < 0.1 * b.norm() + 1e-3
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
     for _ in range(3):
         with torch.autocast(device.type, torch.bfloat16):
             loss, *grads = step(model, batch)
         for p, g in zip(model.parameters(), grads):
             p.grad = g
         optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
+    assert loss < 0.9 * low[0]
 
 
 @pytest.mark.parametrize("with_mask", [True, False])
@@ -90,36 +78,6 @@ def test_exported_encoder(backend, device, with_mask):
     ops = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
     ours = {op for op in ops if op.startswith("fastformer")}
     assert bool(ours) == (backend == "triton")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
-@pytest.mark.gpu
-def test_captured_training_step(device):
-    """A whole step, optimizer included, replayed from a CUDA graph."""
-    model, batch = model_and_batch(device, dropout=0.1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=True)
-
-    def train():
-        loss, *grads = step(model, batch)
-        for p, g in zip(model.parameters(), grads):
-            p.grad = g
-        optimizer.step()
-        return loss
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            train()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = train()
-    losses = []
-    for _ in range(30):
-        graph.replay()
-        losses.append(loss.item())
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5]) and len(set(losses)) > 20
 
 
 # --------------------------------------------------------------------------- ops and memory
@@ -145,20 +103,26 @@ class Ops(TorchDispatchMode):
             self.counts[str(function)] += 1
         return function(*args, **(kwargs or {}))
 
+    def forwards(self, part):
+        """How many forwards of ops with this in their name have run."""
+        return sum(n for op, n in self.counts.items() if part in op and "_backward" not in op)
 
-def encoder(device, dropout=0.1, N=1):
-    return ff.make_model(9, 9, N, D_MODEL, D_FF, HEADS, dropout).encoder.to(device)
+
+def stacks(device):
+    """Encoders of one and of two layers, and what they take: a batch with a mask."""
+    x = torch.randn(2, 24, D_MODEL, device=device, requires_grad=True)
+    mask = torch.ones(2, 1, 24, dtype=torch.bool, device=device)
+    models = [ff.make_model(9, 9, N, D_MODEL, D_FF, HEADS).to(device) for N in (1, 2)]
+    return [model.encoder for model in models], x, mask
 
 
 def test_ops_of_an_encoder_layer(device):
     """What one more layer of a stack adds, in training with padding: a number that is pinned."""
-    x = torch.randn(2, 24, D_MODEL, device=device, requires_grad=True)
-    mask = torch.ones(2, 1, 24, dtype=torch.bool, device=device)
+    encoders, x, mask = stacks(device)
     counted = []
-    for N in (1, 2):
-        stack = encoder(device, N=N)
+    for encoder in encoders:
         with use_backend("triton"), Ops() as forward:
-            out = stack(x, mask)
+            out = encoder(x, mask)
         with Ops() as backward:
             out.sum().backward()
         counted.append((forward.counts, backward.counts))
@@ -171,11 +135,8 @@ def test_ops_of_an_encoder_layer(device):
         "fastformer.dropout_add_layer_norm.default": 2,
         "fastformer.feed_forward.default": 1,
     }
-    assert sum(forward.values()) == FORWARD_OPS, forward
-    assert sum(backward.values()) == BACKWARD_OPS, backward
-
-
-FORWARD_OPS, BACKWARD_OPS = 8, 10
+    assert sum(forward.values()) == 8, forward
+    assert sum(backward.values()) == 10, backward
 
 
 def saved_bytes(function, parameters):
@@ -196,16 +157,12 @@ def saved_bytes(function, parameters):
 
 def test_memory_of_an_encoder_layer(device):
     """Bytes saved per token of one more layer: at most 60% of those of torch's layer."""
-    x = torch.randn(2, 24, D_MODEL, device=device, requires_grad=True)
-    mask = torch.ones(2, 1, 24, dtype=torch.bool, device=device)
-    saved = []
-    for N in (1, 2):
-        stack = encoder(device, N=N)
-        with use_backend("triton"):
-            saved.append(saved_bytes(lambda stack=stack: stack(x, mask), stack.parameters()))
+    encoders, x, mask = stacks(device)
+    with use_backend("triton"):
+        one, two = (saved_bytes(partial(stack, x, mask), stack.parameters()) for stack in encoders)
     layer = nn.TransformerEncoderLayer(D_MODEL, HEADS, D_FF, batch_first=True, norm_first=True)
     layer.to(device)
     hidden = ~mask[:, 0]
     theirs = saved_bytes(lambda: layer(x, src_key_padding_mask=hidden), layer.parameters())
-    ours = saved[1] - saved[0]
+    ours = two - one
     assert ours <= 0.6 * theirs, f"{ours / TOKENS:.0f} bytes a token, eager {theirs / TOKENS:.0f}"

@@ -19,7 +19,7 @@ tokens of the model after `ff.accelerate`, and says what that replaced. A type h
     not built         no small model could be built and run with eager attention
     fails, differs    a fault
 
-Each type runs in a process that others share until one crashes or takes too long.
+Each type runs in a process of its own, which may crash or take too long.
 """
 
 import argparse
@@ -28,13 +28,13 @@ import contextlib
 import copy
 import inspect
 import json
+import multiprocessing
 import os
 import random
 import re
-import subprocess
 import sys
-import threading
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -86,16 +86,22 @@ def seed():
     random.seed(0)
 
 
-def results(model, given):
-    """Outputs where tokens are real, and the gradient of every parameter."""
-    model.zero_grad()
+def accepts(model, name):
+    return name in inspect.signature(model.forward).parameters
+
+
+def run(model, given, **more):
+    """The output, of inputs in the dtype of the model."""
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in given.items()}
     seed()
-    more = (
-        {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    )
-    out = flat(model(**given, **more))
+    return model(**given, **more)
+
+
+def results(model, given):
+    """Outputs where tokens are real, and the gradient of every parameter."""
+    model.zero_grad()
+    out = flat(run(model, given, **({"use_cache": False} if accepts(model, "use_cache") else {})))
     mask = given.get("attention_mask")
     real = [x[mask.bool()] if mask is not None and x.shape[:2] == mask.shape else x for x in out]
     generator = torch.Generator().manual_seed(2)
@@ -148,11 +154,8 @@ def entries(model, given):
     wanted = {"output_attentions": True, "output_hidden_states": True, "use_cache": True}
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         wanted = {name: x for name, x in wanted.items() if name in accepted}
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in given.items()}
-    seed()
     with torch.no_grad():
-        out = model(**given, **wanted)
+        out = run(model, given, **wanted)
     fields = {**out} if isinstance(out, dict) else {}
     fields.pop(UNASKED.get(model.config.model_type), None)
     found = re.compile("attentions|hidden_states|past|cache")
@@ -190,11 +193,8 @@ def counted():
         calls.append(1)
         return attend(*args, **kwargs)
 
-    functional.scaled_dot_product_attention = record
-    try:
+    with mock.patch.object(functional, "scaled_dot_product_attention", record):
         yield calls
-    finally:
-        functional.scaled_dot_product_attention = attend
 
 
 def first_line(e):
@@ -288,33 +288,37 @@ def check(kind):
     return fault or status, note, whole
 
 
+def difference(model, wanted, tokens, text):
+    """What the model computes otherwise than eager, or ""."""
+    for what, given, want in wanted:
+        worst = error(results(model, given), want)
+        if not worst < BOUND:
+            return f"{what}: {worst:.1e}"
+    if tokens is not None and not torch.equal(generated(model, text), tokens):
+        return "generate()"
+    return ""
+
+
 def check_attention(config, cls, model, wanted, tokens, text):
     """(status, note, a model whose results agree with eager's or None)"""
-    done = []
     try:
         config._attn_implementation = "fastformer"
         ours = cls(config).eval().to(next(model.parameters()).dtype)
         ours.load_state_dict(model.state_dict())
         with counted() as calls:
-            for what, given, want in wanted:
-                worst = error(results(ours, given), want)
-                if not worst < BOUND:
-                    if agrees_with_sdpa(ours, given):
-                        return "not built", "eager differs from sdpa; fastformer equals sdpa", None
-                    return "differs", f"{what}: {worst:.1e}", None
-                done.append(what.split()[0])
-            if tokens is not None:
-                have = generated(ours, text)
-                if not torch.equal(have, tokens):
-                    return "differs", "generate()", None
-                done.append("generate()")
-            if fault := entries_differ(ours, model, wanted[0][1]):
-                return "differs", fault, None
-            done.append("entries")
+            fault = difference(ours, wanted, tokens, text)
+            inputs = [given for _, given, _ in wanted]
+            if fault not in ("", "generate()") and all(agrees_with_sdpa(ours, x) for x in inputs):
+                return "not built", "eager differs from sdpa; fastformer equals sdpa", None
+            fault = fault or entries_differ(ours, model, wanted[0][1])
     except Exception as e:
         if by_us(e):
             return "refused", re.sub(r"\s+", " ", str(e)), model
         return "fails", first_line(e), None
+    if fault:
+        return "differs", fault, None
+    done = [what.split()[0] for what, *_ in wanted]
+    done += ["generate()"] * (tokens is not None) + ["entries"]
     return "agrees" if calls else "never calls us", ", ".join(done), ours
 
 
@@ -332,7 +336,7 @@ def agrees_with_sdpa(ours, given):
 
 def with_labels(model, given):
     """The comparison of the loss, as a list, which is empty where the model has none."""
-    if "labels" not in inspect.signature(model.forward).parameters:
+    if not accepts(model, "labels"):
         return []
     tokens = given.get("decoder_input_ids", given.get("input_ids"))
     for labels in (tokens, torch.zeros(B, dtype=torch.long)):
@@ -353,12 +357,8 @@ def check_whole(model, wanted, tokens, text):
     before = [type(m) for m in model.modules()]
     try:
         report = ff.accelerate(model)
-        for what, given, want in wanted:
-            worst = error(results(model, given), want)
-            if not worst < BOUND:
-                return "differs", f"whole, {what}: {worst:.1e}"
-        if tokens is not None and not torch.equal(generated(model, text), tokens):
-            return "differs", "whole, generate()"
+        if fault := difference(model, wanted, tokens, text):
+            return "differs", f"whole, {fault}"
         whole = described(report)
         ff.restore(model)
     except Exception as e:
@@ -411,60 +411,45 @@ def types():
     return sorted(names & set(configuration_auto.CONFIG_MAPPING_NAMES))
 
 
-def work():
-    """Reads types, writes what `check` says of each, a line each."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a model prints is no answer
-    for line in sys.stdin:
-        kind = line.strip()
-        try:
-            answer = check(kind)
-        except Exception as e:
-            answer = "not built", first_line(e), ""
-        print(json.dumps([kind, *answer]), file=out, flush=True)
+def answer(kind, sender):
+    """Send (type, status, note, whole)."""
+    import fastformer as ff
+
+    try:
+        with ff.use_backend("reference"):  # under "auto" some methods skip the ops
+            sender.send((kind, *check(kind)))
+    except Exception as e:
+        sender.send((kind, "not built", first_line(e), ""))
 
 
 def sweep(kinds, seconds=SECONDS):
     """Yields (type, status, note, whole) of each."""
-    left, worker = list(kinds), None
-    ops = {**os.environ, "FASTFORMER_BACKEND": "reference"}  # under "auto" some methods skip them
-    while left:
-        kind = left.pop(0)
-        if worker is None:
-            command = [sys.executable, __file__, "--work"]
-            worker = subprocess.Popen(
-                command, stdin=-1, stdout=-1, stderr=-3, text=True, cwd=ROOT, env=ops
-            )
-        timer = threading.Timer(seconds, worker.kill)
-        timer.start()
+    from transformers import GenerationMixin  # noqa: F401 (once, for all processes)
+
+    processes = multiprocessing.get_context("fork")
+    for kind in kinds:
+        receiver, sender = processes.Pipe(duplex=False)
+        process = processes.Process(target=answer, args=(kind, sender))
+        process.start()
+        sender.close()
+        why = f"it takes more than {seconds} s"
         try:
-            worker.stdin.write(kind + "\n")
-            worker.stdin.flush()
-            line = worker.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        late = not timer.is_alive()
-        timer.cancel()
-        if line:
-            yield tuple(json.loads(line))
-        else:
-            code = worker.wait()
-            worker = None
-            why = f"it takes more than {seconds} s" if late else f"the process ends with {code}"
-            yield kind, "not built", why, ""
-    if worker is not None:
-        worker.stdin.close()
-        worker.wait()
+            found = receiver.recv() if receiver.poll(seconds) else None
+        except EOFError:
+            process.join()
+            found, why = None, f"the process ends with {process.exitcode}"
+        process.kill()
+        process.join()
+        yield found or (kind, "not built", why, "")
 
 
 def page(rows, version):
     """Return the text of PAGE: how many types have each status, and those that need a remark."""
     of = {status: [row[0] for row in rows if row[1] == status] for status in BEST_FIRST}
     whole = [row[3].split(";")[0] for row in rows if row[3] and row[1] not in ("fails", "differs")]
-    counts = {word: sum(word in text for text in whole) for word in ("norms", "gated", "rotary")}
-    losses = sum("loss" in text for text in whole)
+    counts = {word: sum(word in text for text in whole) for word in WORDS.values()}
     built = len(rows) - len(of["not built"])
-    layers = sum("layers" in text for text in whole)
+    layers = counts["layers"]
     layers = f"The forward of layers was replaced in {layers} types." if layers else OLDER
     return f"""# Model types of transformers
 
@@ -502,7 +487,7 @@ were compared for their attention alone: {built - len(whole)}.
 | norms | {counts["norms"]} |
 | gated feed-forward layers | {counts["gated"]} |
 | rotary positions | {counts["rotary"]} |
-| the loss | {losses} |
+| the loss | {counts["loss"]} |
 
 {layers}
 
@@ -547,10 +532,7 @@ def main():
     parser.add_argument("types", nargs="*", help="model types; all by default")
     parser.add_argument("--write", action="store_true", help="write the data and the page")
     parser.add_argument("--print", action="store_true", help="print the data, and measure nothing")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.work:
-        return work()
     if args.print:
         for row in read_rows():
             if not args.types or row[0] in args.types:

@@ -81,33 +81,28 @@ HEADS = re.compile(r"(num_|n_)?(key_value|kv)_?(heads|groups)$|^num_kv_heads$")
 
 # What a type needs besides.
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-BY_LAYER = {"full_attention": ROPE, "sliding_attention": ROPE}
-HIERA = {
-    "hidden_size": 16, "num_attention_heads": 1, "blocks_per_stage": [1, 1, 2, 1],
-    "embed_dim_per_stage": [16, 32, 64, 128], "num_attention_heads_per_stage": [1, 2, 4, 8],
-    "global_attention_blocks": [3],
-}  # fmt: skip
 SWIN = {"patch_size": 2, "embed_dim": 16, "window_size": 2}
-NECK = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16, "head_hidden_size": 8}
+NECK = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16}
 BACKBONE = {
     "model_type": "dinov2", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
     "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False, "image_size": 32, "patch_size": 8,
 }  # fmt: skip
-DEPTH = {**NECK, "backbone_config": BACKBONE, "reassemble_hidden_size": 64, "patch_size": 8}
+HEAD = {"head_hidden_size": 8, "reassemble_hidden_size": 64}
+DEPTH = {**NECK, **HEAD, "backbone_config": BACKBONE}
 EXTRA = {
     "chmv2": {
         "backbone_config": {
             **{**BACKBONE, "model_type": "dinov3_vit", "reshape_hidden_states": True},
             **{"apply_layernorm": True, "return_class_token": True, "intermediate_size": 96},
         },
-        **{"post_process_channels": [8, 8, 16, 16], "fusion_hidden_size": 16, "patch_size": 8},
+        **{"post_process_channels": [8, 8, 16, 16], "fusion_hidden_size": 16},
         **{"head_hidden_size": 8, "number_output_channels": 8},
     },
     "depth_anything": DEPTH,
     "prompt_depth_anything": DEPTH,
     "tipsv2_dpt": {
         "backbone_config": {**BACKBONE, "model_type": "tipsv2_vision_model"},
-        **{"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16, "num_depth_bins": 8},
+        **{**NECK, "num_depth_bins": 8},
     },
     "csm": {"upsample_groups": 64},
     "donut-swin": SWIN,
@@ -115,7 +110,7 @@ EXTRA = {
     "embedding_gemma2_text": {"global_head_dim": 16},
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
-    "gemma3n_text": {"intermediate_size": [96, 96], "activation_sparsity_pattern": [0.0, 0.0]},
+    "gemma3n_text": {"intermediate_size": [96, 96]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 3},
     "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
     "maskformer-swin": SWIN,
@@ -135,7 +130,7 @@ EXTRA = {
     "instructblipvideo": {"video_token_index": 5},
     "kyutai_speech_to_text": {"num_codebooks": 8},
     "autoformer": {"label_length": 4, "moving_average": 3, "d_model": 32},
-    "cohere_compass_text": {"rope_parameters": BY_LAYER},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
     "cvt": {"depth": [1, 2, 3]},
     "dbrx": {
@@ -144,13 +139,12 @@ EXTRA = {
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
-    "emu3": {"vocabulary_map": {"<image>": 5}},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "kosmos-2": {"latent_query_num": 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lilt": {"hidden_size": 96},
-    "mamba2": {"head_dim": 16, "num_heads": 8},
+    "mamba2": {"num_heads": 8},
     "mimi_decoder": {"upsample_groups": 64},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
@@ -161,31 +155,25 @@ EXTRA = {
     "perceiver": {"d_latents": 64, "num_latents": 8, "num_self_attends_per_block": 2},
     "pocket_tts_audio_tokenizer": {"upsample_groups": 64},
     "pocket_tts_audio_tokenizer_decoder": {"upsample_groups": 64},
-    "reformer": {
-        **{"is_decoder": True, "attn_layers": ["local", "lsh"], "axial_pos_embds": False},
-        **{"local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2},
-    },
     "sam_vision_model": {"num_pos_feats": 32},
     "sam_hq_vision_model": {"num_pos_feats": 32},
-    "sam2_hiera_det_model": HIERA,
+    "sam2_hiera_det_model": {
+        **{"hidden_size": 16, "num_attention_heads": 1, "blocks_per_stage": [1, 1, 2, 1]},
+        **{"embed_dim_per_stage": [16, 32, 64, 128], "global_attention_blocks": [3]},
+    },
     "sam2_vision_model": {
         **{"backbone_channel_list": [128, 64, 32, 16], "fpn_hidden_size": 64},
         **{"backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]},
     },
-    "videoprism_vision_model": {"num_frames": 4},
-    "vitmatte": {"fusion_hidden_sizes": [32, 16, 8, 4]},
     "vitpose_backbone": {"part_features": 16, "num_experts": 1},
     "vjepa2": {
         **{"crop_size": 32, "frames_per_clip": 4, "pred_hidden_size": 64},
         **{"pred_num_attention_heads": 4, "num_pooler_layers": 1},
     },
     "xclip_vision_model": {"mit_hidden_size": 64, "mit_num_attention_heads": 4},
-    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4},
     "t5gemma2_text": {"dropout_rate": 0.0},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "seggpt": {"image_size": [64, 32]},
-    "step3p7_text": {"sliding_window": 3},
-    "tvp": {"visual_prompt_size": 8, "max_img_size": 32},
     "lw_detr_vit": {"num_windows": 4},
     "mobilevitv2": {"patch_size": 2},
     "glm5_next_text": {"qk_rope_head_dim": 0},
@@ -247,11 +235,11 @@ def small(cls, sizes=SMALL, own=None, keeps=False):
         elif name in ("layer_types", "layers_block_type", "mlp_layer_types") and x:
             kinds = list(dict.fromkeys(x))
             given[name] = x
-    layers = max(2, *(len(set(given[n])) for n in given if n.endswith(("_types", "_type"))), 2)
-    for name in list(given):
-        if name.endswith(("_types", "_type")):
-            kinds = list(dict.fromkeys(given[name]))
-            given[name] = (kinds * layers)[:layers]
+    of_layers = [name for name in given if name.endswith(("_types", "_type"))]
+    layers = max([2, *(len(set(given[name])) for name in of_layers)])
+    for name in of_layers:
+        kinds = list(dict.fromkeys(given[name]))
+        given[name] = (kinds * layers)[:layers]
     for name in ("num_hidden_layers", "n_layer", "num_layers"):
         if name in given and kinds:
             given[name] = layers
@@ -263,12 +251,8 @@ def small(cls, sizes=SMALL, own=None, keeps=False):
         if match and (isinstance(x, int) or match[1] in special):
             word = match[1]
             if x is not None or word == "pad":
-                given[name] = special.setdefault(word, 3 + hash_of(word) % 6)
+                given[name] = special.setdefault(word, 3 + sum(map(ord, word)) % 6)
     return {**given, **(EXTRA.get(cls.model_type, {}) if "head_dim" in sizes else {})}
-
-
-def hash_of(word):
-    return sum(map(ord, word))
 
 
 NAMES = (
@@ -299,31 +283,23 @@ def model_classes(config):
     return list(dict.fromkeys(found))
 
 
-def build(kind, sizes=SMALL, keeps=False):
+def build(kind, sizes=SMALL, keeps=False, i=0):
+    """A configuration of a type, and one of its classes: the first may be for a part of it."""
     from transformers import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[kind]
     config = cls(**small(cls, sizes, keeps=keeps))
     torch.manual_seed(0)
-    return config, model_classes(config)[0]
+    return config, model_classes(config)[i]
 
 
 def builds(kind):
     """Yields functions that return a configuration and its class, until a model of it runs."""
     yield lambda: build(kind)
     yield lambda: build(kind, keeps=True)
-    yield lambda: other_class(kind, 0)
-    yield lambda: other_class(kind, 1)
+    yield lambda: build(kind, i=1)
+    yield lambda: build(kind, i=2)
     yield lambda: build(kind, LEAN, keeps=True)
-
-
-def other_class(kind, i):
-    """Another class of a type: the first may be for one of its parts."""
-    config, cls = build(kind)
-    found = [x for x in model_classes(config) if x is not cls]
-    if i >= len(found):
-        raise LookupError("no other model class is registered for the type")
-    return config, found[i]
 
 
 def randomize(model):
@@ -353,6 +329,10 @@ def number(config, *names, default):
         if isinstance(x, int) and x > 0:
             return x
     return default
+
+
+SQUARE = torch.tensor([[i, j] for i in range(4) for j in range(4)])  # the places of 16 patches
+GRID = torch.tensor([[1, 4, 4], [1, 8, 4]])  # of 48 patches
 
 
 def candidates(model, padding):
@@ -390,7 +370,6 @@ def candidates(model, padding):
     mels = number(audio, "num_mel_bins", "n_mels", "input_feat_per_channel", "feature_size",
                   "feature_projection_input_dim", "input_dim", default=16)  # fmt: skip
     length = 2 * number(audio, "max_source_positions", "max_length", default=20)
-    also = {n: x for n, x in text.items() if n != "input_ids"}
     if main == "input_ids":
         yield text
         if "pixel_values" in names:
@@ -408,26 +387,16 @@ def candidates(model, padding):
         yield {"pixel_values": images[0][:, None].repeat(1, frames, 1, 1, 1)}
         yield {"pixel_values": images[0][:, :, None].repeat(1, 1, frames, 1, 1)}
     elif main in ("input_features", "input_values"):
-        also.pop("attention_mask", None)
-        shapes = [
-            (B, mels, length),
-            (B, length, mels),
-            (B, 1, length, mels),
-            (B, 400 * S),
-            (B, 1, 400 * S),
-            (B, length // 2, mels),
-        ]
-        if main == "input_values":
-            shapes = shapes[3:5] + shapes[:3] + shapes[5:]
-        for shape in shapes:
-            x = randn(*shape)
-            masks = [{}]
+        also = {n: x for n, x in text.items() if n not in ("input_ids", "attention_mask")}
+        spectra = [(B, mels, length), (B, length, mels), (B, 1, length, mels)]
+        waves = [(B, 400 * S), (B, 1, 400 * S)]
+        shapes = waves + spectra if main == "input_values" else spectra + waves
+        for shape in (*shapes, (B, length // 2, mels)):
+            given = {main: randn(*shape), **also}
             if padding == "right" and "attention_mask" in names:
-                frames_mask = torch.ones(B, max(shape), dtype=torch.long)
-                frames_mask[1, max(shape) * 2 // 3 :] = 0
-                masks = [{"attention_mask": frames_mask}]
-            for given in masks:
-                yield {main: x, **also, **given}
+                given["attention_mask"] = torch.ones(B, max(shape), dtype=torch.long)
+                given["attention_mask"][1, max(shape) * 2 // 3 :] = 0
+            yield given
     elif main == "past_values":
         n = config.context_length + max(getattr(config, "lags_sequence", None) or [0])
         size = number(config, "input_size", "num_input_channels", default=1)
@@ -444,12 +413,10 @@ def candidates(model, padding):
         yield one
         yield {"past_values": x}
     if "grid_thw" in names:
-        side = vision.patch_size
-        size = channels * side**2 * number(vision, "temporal_patch_size", default=1)
-        patches = {"grid_thw": torch.tensor([[1, 4, 4], [1, 8, 4]])}
+        size = channels * vision.patch_size**2 * number(vision, "temporal_patch_size", default=1)
         for first in ("hidden_states", "pixel_values"):
             if first in names:
-                yield {first: randn(48, size), **patches}
+                yield {first: randn(48, size), "grid_thw": GRID}
     if "input_ids" in names and main != "input_ids":
         yield text
     if padding == "none":
@@ -466,8 +433,7 @@ def by_name(model, text, images, frames, randn, tokens):
         if isinstance(getattr(config, name, None), int):
             ids[:, : number(config, "num_query_tokens", default=4)] = getattr(config, name)
     known = {**text, **by_name_alone(config, names, images[0].shape[1], randn, tokens)}
-    tries = by_shape(config, names, needed, images, frames, randn)
-    for found in tries:
+    for found in by_shape(config, names, needed, images, frames, randn):
         for chosen in (needed, [n for n in names if n not in ("inputs_embeds", "labels")]):
             for given_ids in (known.get("input_ids"), ids, tokens(S * 9).view(B, S, 9)):
                 every = {**known, "input_ids": given_ids, **found}
@@ -478,9 +444,6 @@ def by_name(model, text, images, frames, randn, tokens):
                 yield given
                 if "input_ids" not in given:
                     break
-
-
-SQUARE = torch.tensor([[i, j] for i in range(4) for j in range(4)])  # the places of 16 patches
 
 
 def by_name_alone(config, names, channels, randn, tokens):
@@ -502,9 +465,7 @@ def by_name_alone(config, names, channels, randn, tokens):
         "rewards": randn(B, T, 1),
         "returns_to_go": randn(B, T, 1),
         "timesteps": torch.arange(T).repeat(B, 1),
-        "noise_embeds": randn(B, T, width),
         "inputs_embeds": randn(B, S, width),
-        "context_hidden_states": randn(B, S, width),
         "merge_sizes": torch.tensor([1, 1]),
         "image_embeds_position_mask": (torch.arange(S) < 3).long().repeat(B, 1),
         "image_attention_mask": torch.ones(B, S, 1, dtype=torch.long),
@@ -531,10 +492,9 @@ def by_shape(config, names, needed, images, frames, randn):
     channels = images[0].shape[1]
     patch = number(vision, "patch_size", default=8)
     time = number(vision, "temporal_patch_size", default=1)
-    width = number(part(config, "text_config"), "hidden_size", "d_model", default=64)
     mels = number(audio, "num_mel_bins", "n_mels", "input_feat_size", "input_dim", default=16)
-    grid, area = torch.tensor([[1, 4, 4], [1, 8, 4]]), patch * patch
-    tries = [{}, {"context_hidden_states": randn(B, S, 5 * width)}]
+    area = patch * patch
+    tries = [{}]
     if "audio_mel" in names:
         n = number(config, "input_feat_size", default=128)
         hidden = torch.zeros(B, 40, dtype=torch.bool)
@@ -555,18 +515,14 @@ def by_shape(config, names, needed, images, frames, randn):
     elif "target_sizes" in names:
         tries = [{"pixel_values": randn(1, channels, patch, 32 * patch)}]
     elif {"grid_thw", "image_grid_thw"} & {*needed}:
-        shapes = (
-            (48, channels * area * time),
-            (48, channels * area * 2),
-            (48, channels, patch, patch),
-        )
-        shapes += (48, channels, time, patch, patch), (48, time, channels, patch, patch)
-        both = {"grid_thw": grid, "image_grid_thw": grid}
-        tries = [{"pixel_values": randn(*shape), **both} for shape in shapes]
+        shapes = [(channels * area * time,), (channels * area * 2,), (channels, patch, patch)]
+        shapes += [(channels, time, patch, patch), (time, channels, patch, patch)]
+        both = {"grid_thw": GRID, "image_grid_thw": GRID}
+        tries = [{"pixel_values": randn(48, *shape), **both} for shape in shapes]
     elif {"pixel_values", "pixel_values_videos"} & {*names}:
         for x in images[:3]:
-            films = x[:, None].repeat(1, frames, 1, 1, 1), x[:, None].repeat(1, 2, 1, 1, 1)
-            for y in (x, *films, x[:, None]):
+            films = (x[:, None].repeat(1, n, 1, 1, 1) for n in (frames, 2, 1))
+            for y in (x, *films):
                 more = {"prompt_pixel_values": y, "prompt_masks": y, "prompt_depth": x[:, :1]}
                 tries.append({"pixel_values": y, "pixel_values_videos": y, **more})
     return tries

@@ -22,8 +22,6 @@ SIZES = dict(
     intermediate_size=48, max_position_embeddings=64, pad_token_id=0,
 )  # fmt: skip
 GROUPED = dict(num_key_value_heads=2, head_dim=8)
-
-
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
@@ -36,10 +34,7 @@ def parts(name):
 MODELS = {
     "Llama": (Tiny("Llama", **SIZES), parts("Llama")),
     "Qwen3": (Tiny("Qwen3", **SIZES, **GROUPED), parts("Qwen3")),
-    "Gemma 3": (
-        Tiny("Gemma3Text", **SIZES, **GROUPED, query_pre_attn_scalar=8),
-        parts("Gemma3"),
-    ),
+    "Gemma 3": (Tiny("Gemma3Text", **SIZES, **GROUPED, query_pre_attn_scalar=8), parts("Gemma3")),
     "Mistral": (Tiny("Mistral", **SIZES, **GROUPED), parts("Mistral")),
     "Phi 3": (Tiny("Phi3", **SIZES), parts("Phi3")),
     "T5": (
@@ -65,8 +60,8 @@ MODELS = {
 }  # fmt: skip
 
 
-def made(name, seed=0):
-    torch.manual_seed(seed)
+def made(name):
+    torch.manual_seed(0)
     model = MODELS[name][0]()
     with torch.no_grad():
         for x in model.parameters():  # also the norms' weights, which begin at 1 or at 0
@@ -99,6 +94,11 @@ def losses(model, steps):
     return torch.tensor(found)
 
 
+def signatures(model):
+    """The names of the arguments of each module: Trainer reads those of a model."""
+    return [[*inspect.signature(module.forward).parameters] for module in model.modules()]
+
+
 @pytest.mark.parametrize("backend, steps", [("reference", 20), ("triton", 1)])
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_eager(name, backend, steps):
@@ -108,6 +108,7 @@ def test_training_equals_eager(name, backend, steps):
     eager.set_attn_implementation("eager")
     model.set_attn_implementation("fastformer")
     report = ff.accelerate(model)
+    assert signatures(model) == signatures(eager)
     assert set(report.replaced.values()) - {type(model).__name__} == MODELS[name][1]
     with ff.use_backend(backend):
         have = losses(model, steps)
@@ -140,18 +141,9 @@ def test_a_feed_forward_whose_last_projection_is_float32():
     assert report.fallbacks[""] == {"its projections have other dtypes than the input": 1}
 
 
-def test_signatures_and_names_stay():
-    """Trainer reads the names of a model's arguments to choose the columns of a dataset."""
-    model = made("Llama")
-
-    def names():
-        forwards = {name: m.forward for name, m in model.named_modules()}
-        return {name: [*inspect.signature(f).parameters] for name, f in forwards.items()}
-
-    before = names()
+def test_arguments_by_name():
+    model, x = made("Llama"), torch.randn(2, 3, 32)
     ff.accelerate(model)
-    assert names() == before
-    x = torch.randn(2, 3, 32)
     mlp, norm = model.model.layers[0].mlp, model.model.norm
     torch.testing.assert_close(mlp(x=x), mlp(x))
     torch.testing.assert_close(norm(hidden_states=x), norm(x))
@@ -233,13 +225,6 @@ def test_compiled_rotary_positions():
     torch.testing.assert_close(outer(x), want)
 
 
-def without_parts(cls):
-    """A module of a class, without its parameters and submodules."""
-    module = cls.__new__(cls)
-    nn.Module.__init__(module)
-    return module
-
-
 # By class of attention: why it keeps its rotary positions.
 KEPT = {
     "gptj.GPTJAttention": "its apply_rotary_pos_emb takes (tensor, sin, cos); expected",
@@ -254,7 +239,9 @@ KEPT = {
 def test_the_report_names_rotary_positions_that_stay(name, why):
     model, kind = name.split(".")
     cls = getattr(pytest.importorskip(f"transformers.models.{model}.modeling_{model}"), kind)
-    report = ff.accelerate(nn.ModuleList([without_parts(cls)]))
+    module = cls.__new__(cls)  # without its parameters and submodules
+    nn.Module.__init__(module)
+    report = ff.accelerate(nn.ModuleList([module]))
     assert report.skipped["0"].startswith(f"{kind}: ") and why in report.skipped["0"]
 
 

@@ -107,12 +107,10 @@ def test_first_disagreement():
 def attention(gradient=False, H=1, inside=False, Sq=24, **options):
     """The checked arguments of a call."""
     backends._load(OP)
-    given = {n: torch.randn(1, 24, H, 16) for n in ("query", "key", "value")}
-    given["query"] = given["query"][:, :Sq]
-    given = {n: x.transpose(1, 2) for n, x in given.items()}
-    if not inside:
-        given = {n: x.contiguous() for n, x in given.items()}
-    given = {n: x.requires_grad_(gradient) for n, x in given.items()}
+    given = {}
+    for name, tokens in (("query", Sq), ("key", 24), ("value", 24)):
+        x = torch.randn(1, tokens, H, 16).transpose(1, 2)
+        given[name] = (x if inside else x.contiguous()).requires_grad_(gradient)
     return backends.checked(OP, **given, **options)
 
 

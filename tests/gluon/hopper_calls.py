@@ -28,21 +28,34 @@ MASK[0, ..., 64:128] = False  # a whole tile
 ONE_HIDDEN = torch.arange(128).expand(1, 1, 1, -1) != 70
 DROPOUT: dict[str, Any] = dict(dropout_p=0.25, dropout_seed=5)
 BOTTOM_RIGHT: dict[str, Any] = dict(is_causal=True, causal_alignment="bottom_right")
-CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # sizes and options, by name
-    "plain": ({}, {}),
-    "whole tiles": (dict(sq=128, sk=256), {}),
-    "one tile": (dict(sq=1, sk=3), {}),
-    "causal": (dict(sq=150, sk=200), dict(is_causal=True)),
-    "causal to the last key": (dict(sq=200, sk=130), dict(is_causal=True)),
-    "bottom-right": (dict(sq=70), BOTTOM_RIGHT),
-    "no key": (dict(sq=190, sk=40), BOTTOM_RIGHT),
-    "lengths": ({}, dict(key_lengths=LENGTHS)),
-    "lengths, causal": ({}, dict(key_lengths=LENGTHS + 60, is_causal=True)),
-    "a bound to the right": (dict(sq=40), dict(window=(None, 70))),
-    "sinks": ({}, dict(sinks=torch.tensor([0.5, -torch.inf]), key_lengths=LENGTHS)),
-    "mask": ({}, dict(attn_mask=MASK)),
-    "dropout": ({}, DROPOUT),
+CALLS: dict[str, dict[str, Any]] = {  # sizes and options, by name
+    "plain": {},
+    "whole tiles": dict(sq=128, sk=256),
+    "one tile": dict(sq=1, sk=3),
+    "causal": dict(sq=150, sk=200, is_causal=True),
+    "causal to the last key": dict(sq=200, sk=130, is_causal=True),
+    "bottom-right": dict(sq=70, **BOTTOM_RIGHT),
+    "no key": dict(sq=190, sk=40, **BOTTOM_RIGHT),
+    "lengths": dict(key_lengths=LENGTHS),
+    "lengths, causal": dict(key_lengths=LENGTHS + 60, is_causal=True),
+    "a bound to the right": dict(sq=40, window=(None, 70)),
+    "sinks": dict(sinks=torch.tensor([0.5, -torch.inf]), key_lengths=LENGTHS),
+    "mask": dict(attn_mask=MASK),
+    "dropout": DROPOUT,
 }
+SIZES = "sq", "sk", "d", "dv", "h", "g", "b", "learned"
+
+
+def sizes_and_options(call: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `inputs` takes, and the options. The numbers of queries and keys are those of the
+    mask and of the bias. learned: a bias whose gradient is asked for.
+    """
+    sizes = {name: x for name, x in call.items() if name in SIZES}
+    for name in call.keys() & {"attn_mask", "bias", "learned"}:
+        *_, rows, sizes["sk"] = 1, *call[name].shape
+        if rows > 1:
+            sizes["sq"] = rows
+    return sizes, {name: x for name, x in call.items() if name not in SIZES}
 
 
 def blocks(sq: int, sk: int) -> Tensor:
@@ -59,13 +72,47 @@ def blocks(sq: int, sk: int) -> Tensor:
 
 
 def inputs(
-    sq: int = 130, sk: int = 200, d: int = 64, dv: int = 64, h: int = 2, g: int = 1, b: int = 2,
-    dtype: torch.dtype = torch.bfloat16, spread: float = 3,
+    sq: int = 130, sk: int = 200, d: int = 64, dv: int | None = None, h: int = 2, g: int = 1,
+    b: int = 2, dtype: torch.dtype = torch.bfloat16, spread: float = 3,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Tensors whose scaled scores have the standard deviation `spread`."""
-    shapes = (h, sq, d), (g, sk, d), (g, sk, dv)
+    shapes = (h, sq, d), (g, sk, d), (g, sk, dv or d)
     query, key, value = (torch.randn(b, *shape) for shape in shapes)
     return {"query": (spread * query).to(dtype), "key": key.to(dtype), "value": value.to(dtype)}
+
+
+def spans(sq: int, sk: int, width: int, step: int) -> Tensor:
+    """Return a mask of queries and keys: each query sees `width` keys, the last one `step` further
+    than the first one.
+    """
+    begin = torch.linspace(0, step, sq).long()[:, None]
+    return (torch.arange(sk) >= begin) & (torch.arange(sk) < begin + width)
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def hidden_keys(
+    x: dict[str, Tensor], attn_mask: Any = None, key_lengths: Tensor | None = None, **_: Any
+) -> Tensor | None:
+    """Return which keys [B, Sk] the lengths hide, or a mask or a bias of keys from all heads."""
+    if key_lengths is not None:
+        return torch.arange(x["key"].shape[2]) >= key_lengths[:, None]
+    if "bias" in x and x["bias"].shape[-2] == 1:
+        return x["bias"].isneginf().all(1)[:, 0]
+    if isinstance(attn_mask, Tensor) and attn_mask.shape[-2] == 1:
+        return ~attn_mask[:, 0, 0]
+    return None
+
+
+def hiding(
+    x: dict[str, Tensor], hidden: Tensor | None, value: float = float("nan")
+) -> dict[str, Tensor]:
+    """Return x with what no query may see: a value in the hidden keys [B, Sk] and their values."""
+    if hidden is None:
+        return x
+    return x | {n: x[n].masked_fill(hidden[:, None, :, None], value) for n in ("key", "value")}
 
 
 @functools.cache

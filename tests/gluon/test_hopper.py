@@ -1,5 +1,5 @@
-"""The forward for Hopper, in the simulator of Gluon kernels: its results, and that what the
-simulator is there to find is found.
+"""Which calls the kernels for Hopper may take. The forward in the simulator of Gluon kernels: its
+results, and that what the simulator is there to find is found.
 """
 
 import contextlib
@@ -22,10 +22,14 @@ from hopper_calls import (
     LENGTHS,
     MASK,
     ONE_HIDDEN,
-    ROW,
     blocks,
+    drawn,
+    hidden_keys,
+    hiding,
     replaced,
     simulated,
+    sizes_and_options,
+    spans,
     stores,
 )
 from hopper_calls import inputs as qkv
@@ -47,164 +51,100 @@ def ragged(*shape):
     return mask
 
 
-def spans(sq, sk, width):
-    """A mask [1, sq, sk]: each query sees `width` keys, and the ends of the tiles are cut."""
-    begin = torch.linspace(0, sk - width, sq).long()[:, None]
-    return ((torch.arange(sk) >= begin) & (torch.arange(sk) < begin + width))[None]
-
-
-def numbers(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-
-
 HOLES = torch.ones(2, 1, 1, 448) > 0
 HOLES[0, ..., 10:20] = HOLES[0, ..., 430:436] = HOLES[0, ..., 440:] = HOLES[1, ..., 400:] = False
-HIDING = numbers(2, 1, 1, 200).masked_fill(~MASK, -torch.inf)
+HIDING = drawn(2, 1, 1, 200).masked_fill(~MASK, -torch.inf)
 WINDOW = dict(window=(190, 30), causal_alignment="bottom_right")  # cuts tiles on both sides
 SLOPES = torch.tensor([0.5, 0.03])
+TERMS = dict(alibi_slopes=SLOPES, softcap=5.0)
+SINKS = torch.tensor([0.5, -2.0])
 FULL = ragged(2, 1, 130, 208)
-SPANS = spans(140, 464, 240)
+SPANS = spans(140, 464, 240, 224)[None]  # the ends of the tiles are cut
 
 
+SEVENTHS = drawn(500).masked_fill(torch.arange(500) % 7 == 0, -torch.inf)
 BLOCKS = ff.block_mask(blocks(300, 500))
+WIDER_BLOCKS = ff.block_mask(blocks(300, 504)[:1])  # rows of a bias begin at multiples of 16 bytes
 ONLY_FEW = torch.cat([torch.zeros(1, 140, 464), torch.ones(1, 140, 464).tril(-130)]) > 0
 CALLS = {
     **hopper_calls.CALLS,
-    "mask, causal, lengths": (
-        dict(),
-        dict(attn_mask=MASK, is_causal=True, key_lengths=LENGTHS + 100),
+    "mask, causal, lengths": dict(attn_mask=MASK, is_causal=True, key_lengths=LENGTHS + 100),
+    "dropout, mask, causal": dict(attn_mask=MASK, is_causal=True, **DROPOUT),
+    "a window": dict(sq=140, sk=450, **WINDOW),
+    "a bound to the left": dict(sq=140, sk=450, window=(70, None)),
+    "a window, bottom-right, lengths": dict(
+        sq=140, sk=450, window=(150, 0), causal_alignment="bottom_right", key_lengths=LENGTHS + 250
     ),
-    "dropout, mask, causal": (dict(), dict(attn_mask=MASK, is_causal=True, **DROPOUT)),
-    "a window": (dict(sq=140, sk=450), WINDOW),
-    "a bound to the left": (dict(sq=140, sk=450), dict(window=(70, None))),
-    "a window, bottom-right, lengths": (
-        dict(sq=140, sk=450),
-        dict(window=(150, 0), causal_alignment="bottom_right", key_lengths=LENGTHS + 250),
+    "a window without keys": dict(sq=200, sk=40, window=(20, 5)),
+    "a window, dropout": dict(sq=140, sk=450, **WINDOW, **DROPOUT),
+    "softcap": dict(softcap=5.0, sinks=SINKS),
+    "softcap, causal, mask": dict(softcap=5.0, is_causal=True, attn_mask=MASK),
+    "softcap of a negative scale": dict(softcap=5.0, scale=-0.1),
+    "alibi": dict(alibi_slopes=SLOPES, key_lengths=LENGTHS),
+    "alibi, window, sinks": dict(
+        sq=140, sk=450, alibi_slopes=SLOPES, **WINDOW, sinks=torch.tensor([0.5, -torch.inf])
     ),
-    "a window without keys": (dict(sq=200, sk=40), dict(window=(20, 5))),
-    "a window, dropout": (dict(sq=140, sk=450), dict(**WINDOW, **DROPOUT)),
-    "softcap": (dict(), dict(softcap=5.0, sinks=torch.tensor([0.5, -2.0]))),
-    "softcap, causal, mask": (dict(), dict(softcap=5.0, is_causal=True, attn_mask=MASK)),
-    "softcap of a negative scale": (dict(), dict(softcap=5.0, scale=-0.1)),
-    "alibi": (dict(), dict(alibi_slopes=SLOPES, key_lengths=LENGTHS)),
-    "alibi, window, sinks": (
-        dict(sq=140, sk=450),
-        dict(alibi_slopes=SLOPES, **WINDOW, sinks=torch.tensor([0.5, -torch.inf])),
+    "alibi, softcap, mask of a negative scale": dict(attn_mask=MASK, scale=-0.1, **TERMS),
+    "mask, dropout, bounds": dict(attn_mask=MASK, **DROPOUT),
+    "mask, lengths, bounds": dict(attn_mask=ragged(2, 1, 1, 448), key_lengths=LENGTHS + 250),
+    "2-D mask": dict(attn_mask=FULL),
+    "2-D mask, causal, lengths": dict(attn_mask=FULL, is_causal=True, key_lengths=LENGTHS + 100),
+    "2-D mask, dropout, bounds": dict(attn_mask=FULL, **DROPOUT),
+    "2-D mask with a run, bounds": dict(attn_mask=SPANS),
+    "2-D mask with a run, window, lengths, bounds": dict(
+        attn_mask=SPANS, window=(300, 250), key_lengths=LENGTHS + 380
     ),
-    "alibi, softcap, mask of a negative scale": (
-        dict(),
-        dict(alibi_slopes=SLOPES, softcap=5.0, attn_mask=MASK, scale=-0.1),
+    "2-D mask that hides all, bounds": dict(attn_mask=ONLY_FEW[:, None], softcap=7.0),
+    "2-D bias": dict(bias=drawn(2, 130, 208)),
+    "2-D bias of float32, causal, softcap": dict(bias=drawn(130, 208), is_causal=True, softcap=5.0),
+    "2-D bias, lengths, dropout, alibi": dict(
+        bias=drawn(2, 1, 130, 208), key_lengths=LENGTHS, alibi_slopes=SLOPES, **DROPOUT
     ),
-    "mask, dropout, bounds": (dict(), dict(attn_mask=MASK, **DROPOUT)),
-    "mask, lengths, bounds": (
-        dict(sk=448),
-        dict(attn_mask=ragged(2, 1, 1, 448), key_lengths=LENGTHS + 250),
+    "2-D bias, 2-D mask, bounds": dict(bias=drawn(2, 140, 464), attn_mask=SPANS),
+    "2-D bias, mask": dict(bias=drawn(130, 208), attn_mask=ragged(2, 1, 1, 208)),
+    "2-D mask of numbers, bounds": dict(
+        bias=torch.zeros(140, 464).masked_fill(~SPANS[0], -torch.inf)
     ),
-    "2-D mask": (dict(sk=208), dict(attn_mask=FULL)),
-    "2-D mask, causal, lengths": (
-        dict(sk=208),
-        dict(attn_mask=FULL, is_causal=True, key_lengths=LENGTHS + 100),
+    "key bias": dict(bias=HIDING),
+    "key bias of float32, lengths, softcap, a negative scale": dict(
+        bias=HIDING[..., ::2].repeat(1, 1, 1, 2), key_lengths=LENGTHS, softcap=5.0, scale=-0.1
     ),
-    "2-D mask, dropout, bounds": (dict(sk=208), dict(attn_mask=FULL, **DROPOUT)),
-    "2-D mask with a run, bounds": (dict(sq=140, sk=464), dict(attn_mask=SPANS)),
-    "2-D mask with a run, window, lengths, bounds": (
-        dict(sq=140, sk=464),
-        dict(attn_mask=SPANS, window=(300, 250), key_lengths=LENGTHS + 380),
+    "key bias, mask, alibi, dropout": dict(
+        bias=HIDING, attn_mask=MASK, alibi_slopes=SLOPES, **DROPOUT
     ),
-    "2-D mask that hides all, bounds": (
-        dict(sq=140, sk=464),
-        dict(attn_mask=ONLY_FEW[:, None], softcap=7.0),
+    "key bias, 2-D mask, bounds": dict(bias=drawn(1, 2, 1, 464), attn_mask=SPANS),
+    "key bias of 0 and -inf, bounds": dict(
+        bias=torch.zeros(2, 1, 1, 448).masked_fill(~HOLES, -torch.inf)
     ),
-    "2-D bias": (dict(sk=208), dict(bias=numbers(2, 130, 208))),
-    "2-D bias of float32, causal, softcap": (
-        dict(sk=208),
-        dict(bias=numbers(130, 208), is_causal=True, softcap=5.0),
+    "block mask": dict(d=32, attn_mask=BLOCKS),
+    "block mask of all heads, dropout": dict(b=1, h=4, g=2, attn_mask=BLOCKS[0, 0], **DROPOUT),
+    "block mask, bias, alibi, softcap": dict(
+        b=1, attn_mask=WIDER_BLOCKS, bias=drawn(300, 504), **TERMS
     ),
-    "2-D bias, lengths, dropout, alibi": (
-        dict(sk=208),
-        dict(bias=numbers(2, 1, 130, 208), key_lengths=LENGTHS, alibi_slopes=SLOPES, **DROPOUT),
+    "block mask, causal, lengths": dict(
+        attn_mask=BLOCKS, is_causal=True, key_lengths=LENGTHS + 300
     ),
-    "2-D bias, 2-D mask, bounds": (
-        dict(sq=140, sk=464),
-        dict(bias=numbers(2, 140, 464), attn_mask=SPANS),
+    "block mask, window, lengths, dropout": dict(
+        attn_mask=BLOCKS, window=(190, 130), key_lengths=LENGTHS + 400, **DROPOUT
     ),
-    "2-D bias, mask": (dict(sk=208), dict(bias=numbers(130, 208), attn_mask=ragged(2, 1, 1, 208))),
-    "2-D mask of numbers, bounds": (
-        dict(sq=140, sk=464),
-        dict(bias=torch.zeros(140, 464).masked_fill(~SPANS[0], -torch.inf)),
+    "block mask, key bias, sinks, dropout": dict(
+        b=1, attn_mask=BLOCKS[0], bias=SEVENTHS, sinks=SINKS, **DROPOUT
     ),
-    "key bias": (dict(), dict(bias=HIDING)),
-    "key bias of float32, lengths, softcap, a negative scale": (
-        dict(),
-        dict(
-            bias=HIDING[..., ::2].repeat(1, 1, 1, 2), key_lengths=LENGTHS, softcap=5.0, scale=-0.1
-        ),
-    ),
-    "key bias, mask, alibi, dropout": (
-        dict(),
-        dict(bias=HIDING, attn_mask=MASK, alibi_slopes=SLOPES, **DROPOUT),
-    ),
-    "key bias, 2-D mask, bounds": (
-        dict(sq=140, sk=464),
-        dict(bias=numbers(1, 2, 1, 464), attn_mask=SPANS),
-    ),
-    "key bias of 0 and -inf, bounds": (
-        dict(sk=448),
-        dict(bias=torch.zeros(2, 1, 1, 448).masked_fill(~HOLES, -torch.inf)),
-    ),
-    "block mask": (dict(sq=300, sk=500, d=32, dv=32), dict(attn_mask=BLOCKS)),
-    "block mask of all heads, dropout": (
-        dict(sq=300, sk=500, b=1, h=4, g=2),
-        dict(attn_mask=BLOCKS[0, 0], **DROPOUT),
-    ),
-    "block mask, bias, alibi, softcap": (
-        dict(sq=300, sk=504, b=1),
-        dict(
-            attn_mask=ff.block_mask(blocks(300, 504)[:1]),
-            bias=numbers(300, 504),
-            alibi_slopes=SLOPES,
-            softcap=5.0,
-        ),
-    ),
-    "block mask, causal, lengths": (
-        dict(sq=300, sk=500),
-        dict(attn_mask=BLOCKS, is_causal=True, key_lengths=LENGTHS + 300),
-    ),
-    "block mask, window, lengths, dropout": (
-        dict(sq=300, sk=500),
-        dict(attn_mask=BLOCKS, window=(190, 130), key_lengths=LENGTHS + 400, **DROPOUT),
-    ),
-    "block mask, key bias, sinks, dropout": (
-        dict(sq=300, sk=500, b=1),
-        dict(
-            attn_mask=BLOCKS[0],
-            bias=numbers(500).masked_fill(torch.arange(500) % 7 == 0, -torch.inf),
-            sinks=torch.tensor([0.5, -2.0]),
-            **DROPOUT,
-        ),
-    ),
-    "block mask, 128 wide": (
-        dict(sq=130, sk=70, d=128, dv=128),
-        dict(attn_mask=ff.block_mask(blocks(130, 70))),
-    ),
-    "256 wide": (dict(d=256, dv=256, b=1), dict(is_causal=True)),
-    "other dims": (dict(d=80, dv=24), dict(is_causal=True)),
-    "128 wide": (dict(d=128, dv=128, b=1), DROPOUT),
+    "block mask, 128 wide": dict(d=128, attn_mask=ff.block_mask(blocks(130, 70))),
+    "256 wide": dict(d=256, b=1, is_causal=True),
+    "other dims": dict(d=80, dv=24, is_causal=True),
+    "128 wide": dict(d=128, b=1, **DROPOUT),
 }
 
 
 def attend(row=(), bounds=False, **given):
     """Output and lse in one tensor; on the backend triton in the simulator."""
-    if current_backend() == "triton":
-        how = simulated(bounds=bounds, **dict(row))
-    else:
-        how = contextlib.nullcontext()
-    with how as launched:
+    ours = current_backend() == "triton"
+    with simulated(bounds=bounds, **dict(row)) if ours else contextlib.nullcontext([]) as launched:
         output, lse = functional.scaled_dot_product_attention(
             **given, enable_gqa=True, return_lse=True
         )
-    assert launched is None or len(launched) == 1
-    assert launched is None or bool(launched[0]["has"].bounds.value) == bounds
+    assert [bool(x["has"].bounds.value) for x in launched] == [bounds] * ours
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     return torch.cat([output, lse.to(output.dtype)[..., None]], -1)
 
@@ -213,14 +153,14 @@ def attend(row=(), bounds=False, **given):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("call", list(CALLS))
 def test_forward(against_oracle, call, dtype):
-    sizes, options = CALLS[call]
+    sizes, options = sizes_and_options(CALLS[call])
     how = dict(bounds="bounds" in call)
     if call in ("mask", "128 wide"):
         how["row"] = dict(BN=128, stages=3)
     x = qkv(**sizes, dtype=dtype)
     if "bias" in options and "float32" not in call:
         x["bias"] = options["bias"].to(dtype)
-        options = {name: given for name, given in options.items() if name != "bias"}
+        del options["bias"]
     with use_backend("triton"):
         against_oracle(lambda **x: attend(**x, **how, **options), x, gradients=False)
 
@@ -228,7 +168,7 @@ def test_forward(against_oracle, call, dtype):
 @pytest.mark.parametrize("call", ["one tile", "causal", "2-D mask with a run, bounds"])
 @pytest.mark.parametrize("row", list(ROWS["forward"]))
 def test_rows(against_oracle, row, call):
-    (sizes, options), bounds = CALLS[call], "bounds" in call
+    (sizes, options), bounds = sizes_and_options(CALLS[call]), "bounds" in call
     x = qkv(**sizes, dtype=torch.float16)
     with use_backend("triton"):
         against_oracle(
@@ -268,8 +208,7 @@ def test_what_no_query_may_see_reaches_nothing(bad, by):
     options["key_lengths"] = torch.tensor([150, 150])
     with simulated():
         before = functional.scaled_dot_product_attention(**x, **options, enable_gqa=True)
-        for name in ("key", "value"):
-            x[name] = x[name].masked_fill(hidden[:, None, :, None], bad)
+        x = hiding(x, hidden, bad)
         after = functional.scaled_dot_product_attention(**x, **options, enable_gqa=True)
     assert torch.equal(before, after) and after.isfinite().all()
 
@@ -283,68 +222,97 @@ def test_nan_that_a_query_sees_is_kept():
 
 
 def test_which_calls_a_measurement_may_choose_it_for():
-    """Those that it computes, on sm_90 alone; without a measurement no call takes it."""
+    """Those that the kernels compute, on sm_90 alone; without a measurement no call takes them."""
 
-    def may(arch="sm_90", dtype=torch.bfloat16, d=64, shift=0, **options):
+    def obstacles(
+        arch="sm_90", dtype=torch.bfloat16, d=64, shift=0, g=2, expanded=False, **options
+    ):
+        """Why the forward and the backward do not take a call, or None where they do."""
         flat = torch.empty(4 * 2 * 8 * d, dtype=dtype)[shift:]
         x = flat[: 3 * 2 * 8 * d].view(3, 2, 8, d)
+        query = x[:, :1].expand(3, 2, 8, d) if expanded else x
         given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1) | options
-        with replaced(plan, architecture=lambda device: arch), tuned.forced({}) as asked:
-            made = plan.ForwardPlan(x, x, x, Attention(**given))
-        assert made.launch["forward"]._kernel is not gluon.KERNELS["forward"]
-        (key,) = (key for key in asked if key.kernel == "attention forward")
-        assert key.case.endswith("TMA") == (made.gluon.obstacle is None)
-        assert (ROW in key.options()) == (made.gluon.obstacle is None)
-        mine = [option for option in key.options() if isinstance(option, str)]
-        assert ROW not in key.options() or ROW in mine
-        return made.gluon.obstacle
+        call = query, x[:, :g], x[:, :g], Attention(**given)
+        needs, ways = (True, True, True, False, False), {plan.SHORT_KEY: plan.SEPARATE}
+        with replaced(plan, architecture=lambda device: arch), tuned.forced(ways) as asked:
+            plans = plan.ForwardPlan(*call), plan.BackwardPlan(x, None, x, needs, *call)
+        for name, made in zip(("forward", "dq", "dkdv"), (plans[0], *plans[1:] * 2)):
+            taken = made.gluon.obstacle is None
+            assert made.launch[name]._kernel is not gluon.KERNELS[name]
+            (key,) = (key for key in asked if key.kernel == f"attention {name}")
+            assert key.case.endswith("TMA") == taken
+            found = ROWS[name].keys() & {*key.options()}
+            assert bool(found) == (taken and (name != "dkdv" or d <= 128))
+            assert (found == {"Gluon 128 32"}) == (taken and name == "dq" and d > 128)
+        return [made.gluon.obstacle for made in plans]
 
-    keys, full = torch.ones(3, 1, 1, 8) > 0, torch.ones(3, 1, 8, 16, dtype=torch.bool)[..., :8]
+    keys, of_heads = torch.ones(3, 1, 1, 8) > 0, torch.ones(3, 2, 1, 8) > 0
+    full = (torch.ones(3, 1, 8, 16) > 0)[..., :8]
     for allowed in (
         {},
-        dict(dtype=torch.float16),
-        dict(is_causal=True),
-        dict(window=(3, 3)),
-        dict(key_lengths=torch.ones(3)),
-        dict(sinks=torch.ones(2)),
-        dict(dropout_p=0.1),
-        dict(attn_mask=keys),
-        dict(attn_mask=keys, dropout_p=0.1),
-        dict(attn_mask=full),
-        dict(bias=torch.ones(3, 1, 8, 8).bfloat16()),
-        dict(bias=torch.ones(8, 8)),
-        dict(bias=torch.ones(3, 1, 1, 8)),
-        dict(alibi_slopes=torch.ones(2)),
+        dict(dtype=torch.float16, is_causal=True, key_lengths=torch.ones(3), sinks=torch.ones(2)),
+        dict(window=(3, 3), d=40),
+        dict(window=(-1, 3)),
+        dict(window=(3, -1)),
+        dict(alibi_slopes=torch.ones(2), scale=-0.1),
         dict(softcap=1.0, scale=-0.1),
-        dict(d=128),
-        dict(d=40),
+        dict(attn_mask=keys, dropout_p=0.1),
+        dict(attn_mask=keys, g=1),
+        dict(attn_mask=of_heads),
+        dict(attn_mask=of_heads, bias=torch.zeros(8), g=1),
+        dict(attn_mask=full, bias=torch.zeros(3, 2, 8, 8), dropout_p=0.1, d=128),
+        dict(bias=torch.ones(3, 1, 8, 8).bfloat16()),
+        dict(bias=torch.zeros(8, 8), is_causal=True),
+        dict(bias=torch.ones(3, 1, 1, 8)),
+        dict(alibi_slopes=torch.ones(2), softcap=1.0, d=72),
+        dict(expanded=True),
+        dict(d=136, dropout_p=0.1),
+        dict(d=256, is_causal=True),
     ):
-        assert may(**allowed) is None, allowed
-    for words, left in (
+        assert obstacles(**allowed) == [None, None], allowed
+    for words, refused in (
         ("it is for sm_90", dict(arch="sm_100")),
         ("it is for sm_90", dict(arch="interpreter")),
         ("float16 and bfloat16", dict(dtype=torch.float32)),
-        ("a mask of contiguous rows", dict(attn_mask=torch.ones(3, 1, 8, 8) > 0)),
+        ("a mask of contiguous rows", dict(attn_mask=full.contiguous())),
         ("a bias of contiguous rows", dict(bias=torch.zeros(3, 1, 8, 9)[..., :8])),
+        ("a bias of contiguous rows", dict(bias=torch.zeros(8, 10)[:, :8])),
         ("no scale of -0.1", dict(scale=-0.1)),
         ("multiples of 16 bytes", dict(d=20)),
         ("multiples of 16 bytes", dict(shift=4)),
+        ("more registers than there are", dict(d=264)),
     ):
-        assert words in may(**left), left
+        forward, backward = obstacles(**refused)
+        assert words in forward and backward, refused
+    for by_the_backward in (dict(attn_mask=of_heads, g=1), dict(expanded=True, g=1)):
+        forward, backward = obstacles(**by_the_backward)
+        assert forward is None and backward, by_the_backward
 
 
 def test_explain_says_why_a_call_does_not_take_it():
-    x = torch.empty(1, 2, 64, 64).half()
+    x = torch.empty(1, 2, 640, 64).half()
     given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1)
-    for arch, scale, words in (
-        ("sm_90", 0.1, None),
-        ("sm_90", -0.1, "not the forward for Hopper: it takes no scale of -0.1"),
-        ("sm_80", -0.1, None),
+    masks, negative = dict(attn_mask=torch.ones(1, 2, 1, 640) > 0), dict(scale=-0.1)
+    why = "not the backward for Hopper: heads that share keys have masks of their own"
+    for arch, options, gradient, words in (
+        ("sm_90", {}, True, None),
+        ("sm_90", negative, False, "not the forward for Hopper: it takes no scale of -0.1"),
+        ("sm_80", negative, False, None),
+        ("sm_90", masks, True, why),
+        ("sm_90", masks | dict(bias=torch.zeros(640)), True, None),
+        ("sm_90", masks, False, None),
+        ("sm_80", masks, True, None),
     ):
-        call = Attention(**given | dict(scale=scale))
-        here = dict(architecture=lambda device, arch=arch: arch)
-        with replaced(plan, **here):
-            assert launchers.describe(x, x, x, call) == words
+        call, query = Attention(**given | options), x.clone().requires_grad_(gradient)
+        with replaced(plan, architecture=lambda device, arch=arch: arch):
+            found = launchers.describe(query, x[:, :1], x[:, :1], call)
+            assert (found or "").removeprefix("the mask is bounded, ") == (words or "")
+    wide = torch.empty(1, 2, 640, 256).half().requires_grad_()
+    with replaced(plan, architecture=lambda device: "sm_90"):
+        for options, name in ({}, "dK and dV"), (dict(softcap=1.0, **masks), "dQ and dK and dV"):
+            found = launchers.describe(wide, wide, wide, Attention(**given | options))
+            why = "head dim and options take more registers or shared memory than there are"
+            assert found == f"not {name} for Hopper: {why}"
 
 
 def test_which_rows_a_call_may_take():
@@ -370,7 +338,7 @@ def test_which_rows_a_call_may_take():
 @pytest.mark.parametrize("call", ["plain", "mask", "lengths", "mask, dropout, bounds", "2-D mask"])
 def test_who_makes_the_descriptors(call):
     """The host, if they serve all heads and do not end at the last key within bounds."""
-    (sizes, options), bounds = CALLS[call], "bounds" in call
+    (sizes, options), bounds = sizes_and_options(CALLS[call]), "bounds" in call
     x = qkv(**sizes, dtype=torch.float16)
     with simulated(bounds=bounds) as launched:
         functional.scaled_dot_product_attention(**x, **options, enable_gqa=True)
@@ -421,16 +389,14 @@ def test_nothing_is_set_to_zero_behind_the_last_key(by):
     one that it leaves. So nothing sets values to zero.
     """
     x, lengths = qkv(sq=70, dtype=torch.float16), torch.tensor([150, 70])
-    seen = (torch.arange(200) < lengths[:, None])[:, None, None]
-    options = dict(attn_mask=seen)
+    seen = torch.arange(200) < lengths[:, None]
+    options = dict(attn_mask=seen[:, None, None])
     if by == "length":
-        options = dict(attn_mask=torch.ones_like(seen), bias=numbers(200), key_lengths=lengths)
+        options = dict(attn_mask=options["attn_mask"] | True, bias=drawn(200), key_lengths=lengths)
     with use_backend("reference"):
         want = output_and_lse({name: t.double() for name, t in x.items()}, options)
-    for name in ("key", "value"):
-        x[name] = x[name].masked_fill(~seen.mT, float("nan"))
     with stores() as stored, simulated(bounds=by == "mask"):
-        have = output_and_lse(x, options)
+        have = output_and_lse(hiding(x, ~seen), options)
     assert "v_tiles" not in stored
     with stores() as stored:
         what_is_found("mask")  # which hides keys before the last one
@@ -444,23 +410,19 @@ def test_nothing_is_set_to_zero_behind_the_last_key(by):
 # on both sides; with masks of which only the edges are read; with a bias; and with a block mask of
 # each head.
 SHOWN = {
-    "plain": (dict(sk=330), {}),
-    "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True)),
-    "mask": (dict(), dict(attn_mask=MASK)),
-    "mask, wide values": (dict(sq=70, d=32, dv=128), dict(attn_mask=MASK)),
-    "mask of one key": (dict(sq=70, sk=128, b=1), dict(attn_mask=ONE_HIDDEN)),
-    "lengths": (dict(), dict(key_lengths=LENGTHS)),
-    "window": (dict(sq=140, sk=450, b=1), WINDOW),
-    "spans": (dict(sq=140, sk=464, b=1), dict(attn_mask=SPANS)),
-    "holes": (dict(sk=448), dict(attn_mask=HOLES)),
-    "bias": (dict(sk=208), dict(bias=numbers(130, 208))),
-    "blocks": (
-        dict(sq=300, sk=512, b=1, h=4, g=2),
-        dict(attn_mask=ff.block_mask(blocks(300, 512).view(1, 4, 300, 512))),
-    ),
-    "blocks, window": (
-        dict(sq=300, sk=500, b=1),
-        dict(attn_mask=BLOCKS[1], window=(190, 130), key_lengths=torch.tensor([460])),
+    "plain": dict(sk=330),
+    "causal": dict(sq=400, sk=400, b=1, is_causal=True),
+    "mask": dict(attn_mask=MASK),
+    "mask, wide values": dict(sq=70, d=32, dv=128, attn_mask=MASK),
+    "mask of one key": dict(sq=70, b=1, attn_mask=ONE_HIDDEN),
+    "lengths": dict(key_lengths=LENGTHS),
+    "window": dict(sq=140, sk=450, b=1, **WINDOW),
+    "spans": dict(b=1, attn_mask=SPANS),
+    "holes": dict(attn_mask=HOLES),
+    "bias": dict(bias=drawn(130, 208)),
+    "blocks": dict(b=1, h=4, g=2, attn_mask=ff.block_mask(blocks(300, 512).view(1, 4, 300, 512))),
+    "blocks, window": dict(
+        b=1, attn_mask=BLOCKS[1], window=(190, 130), key_lengths=torch.tensor([460])
     ),
 }
 BOUNDED = "spans", "holes"
@@ -473,21 +435,11 @@ def output_and_lse(x, options):
 @functools.cache
 def shown(call):
     """A call, with NaN in what no query may see, and its output and lse in float64."""
-    sizes, options = SHOWN[call]
+    sizes, options = sizes_and_options(SHOWN[call])
     x = qkv(**sizes, dtype=torch.float16)
     with use_backend("reference"):
         want = output_and_lse({name: t.double() for name, t in x.items()}, options)
-    hidden = {
-        "mask": ~MASK[:, 0, 0],
-        "mask, wide values": ~MASK[:, 0, 0],
-        "mask of one key": ~ONE_HIDDEN[:, 0, 0],
-        "holes": ~HOLES[:, 0, 0],
-        "lengths": torch.arange(200) >= LENGTHS[:, None],
-    }.get(call)
-    if hidden is not None:
-        for name in ("key", "value"):
-            x[name] = x[name].masked_fill(hidden[:, None, :, None], float("nan"))
-    return x, options, want
+    return hiding(x, hidden_keys(x, **options)), options, want
 
 
 @pytest.mark.all_cases

@@ -91,20 +91,21 @@ def row_factors(shape, p, seed):
 
 
 def one_head(
-    q, k, v, seen, bias, *, scale, causal, window, bottom, keys, slope, softcap, sink, factors,
+    q, k, v, seen, bias, *, keys, slope, sink, factors, scale=None, is_causal=False, window=None,
+    causal_alignment="top_left", softcap=None,
 ):  # fmt: skip
     """(output [Sq, Dv], log-sum-exp [Sq], weights [Sq, Sk]) of one head of one sequence."""
     i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
-    shift = keys - len(q) if bottom else 0
+    shift = keys - len(q) if causal_alignment == "bottom_right" else 0
     left, right = (None, None) if window is None else window
     seen = seen & (j < keys) & (bias.real > -2.3586e38)
-    if causal:
+    if is_causal:
         seen = seen & (j <= i + shift)
     if left is not None:
         seen = seen & (j >= i + shift - left)
     if right is not None:
         seen = seen & (j <= i + shift + right)
-    x = scale * (q @ k.T)
+    x = (q.shape[1] ** -0.5 if scale is None else scale) * (q @ k.T)
     if softcap is not None:
         x = softcap * np.tanh(x / softcap)
     x = np.where(seen, x + np.where(seen, bias, 0) - slope * abs(i + shift - j), 0)
@@ -120,11 +121,10 @@ def one_head(
 
 def attention(
     query, key, value, attn_mask=None, bias=None, key_lengths=None, *, alibi_slopes=None,
-    is_causal=False, window=None, causal_alignment="top_left", softcap=None, sinks=None,
-    dropout_p=0.0, dropout_seed=0, scale=None, enable_gqa=True, return_lse=True,
+    sinks=None, dropout_p=0.0, dropout_seed=0, enable_gqa=True, return_lse=True, **form,
 ):  # fmt: skip
     """(output [B, H, Sq, Dv], lse [B, H, Sq], weights [B, H, Sq, Sk])."""
-    (batch, heads, rows, dim), (groups, columns) = query.shape, key.shape[1:3]
+    (batch, heads, rows), (groups, columns) = query.shape[:3], key.shape[1:3]
     full = (batch, heads, rows, columns)
     seen = np.broadcast_to(True if attn_mask is None else attn_mask, full)
     bias = np.broadcast_to(0.0 if bias is None else bias, full)
@@ -134,21 +134,17 @@ def attention(
     results = [
         one_head(
             query[b, h], key[b, h * groups // heads], value[b, h * groups // heads],
-            seen[b, h], bias[b, h], scale=dim**-0.5 if scale is None else scale, causal=is_causal,
-            window=window, bottom=causal_alignment == "bottom_right", keys=int(keys[b]),
-            slope=slopes[b, h], softcap=softcap, sink=sinks[h],
-            factors=tile_factors((rows, columns), b * heads + h, dropout_p, dropout_seed),
+            seen[b, h], bias[b, h], keys=int(keys[b]), slope=slopes[b, h], sink=sinks[h],
+            factors=tile_factors((rows, columns), b * heads + h, dropout_p, dropout_seed), **form,
         )
-        for b in range(batch)
-        for h in range(heads)
+        for b, h in np.ndindex(batch, heads)
     ]  # fmt: skip
     return [np.stack(x).reshape(batch, heads, *x[0].shape) for x in zip(*results)]
 
 
 def packed_attention(
-    query, key, value, cu_seqlens_q, cu_seqlens_k, *, is_causal=False, window=None,
-    causal_alignment="top_left", sinks=None, dropout_p=0.0, dropout_seed=0, scale=None, max_q=0,
-    max_k=0, bias=None, alibi_slopes=None, softcap=None, return_lse=True, attn_mask=None,
+    query, key, value, cu_seqlens_q, cu_seqlens_k, *, sinks=None, dropout_p=0.0, dropout_seed=0,
+    max_q=0, max_k=0, bias=None, alibi_slopes=None, return_lse=True, attn_mask=None, **form,
 ):  # fmt: skip
     """(output [Tq, H, Dv], lse [H, Tq]). With a mask, dropout counts the tokens of all."""
     heads, groups, batch = query.shape[1], key.shape[1], len(cu_seqlens_q) - 1
@@ -158,27 +154,21 @@ def packed_attention(
     kind = np.result_type(query, key, value, sinks, bias)
     output = np.zeros((len(query), heads, value.shape[2]), kind)
     lse = np.zeros((heads, len(query)), kind)
-    for b in range(batch):
-        rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
-        columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
-        shape = rows.stop - rows.start, columns.stop - columns.start
-        for h in range(heads):
-            g = h * groups // heads
-            if attn_mask is None:
-                seen = np.ones(shape, bool)
-                factors = tile_factors(shape, b * heads + h, dropout_p, dropout_seed)
-            else:
-                seen, tokens = attn_mask[0, h % attn_mask.shape[1]][rows, columns], len(query)
-                factors = tile_factors((tokens, len(key)), h, dropout_p, dropout_seed)
-                factors = np.broadcast_to(factors, (tokens, len(key)))[rows, columns]
-            output[rows, h], lse[h, rows], _ = one_head(
-                query[rows, h], key[columns, g], value[columns, g], seen,
-                np.broadcast_to(bias[columns], shape),
-                scale=query.shape[2] ** -0.5 if scale is None else scale,
-                causal=is_causal, window=window, bottom=causal_alignment == "bottom_right",
-                keys=shape[1], slope=slopes[b, h], softcap=softcap, sink=sinks[h],
-                factors=factors,
-            )  # fmt: skip
+    for b, h in np.ndindex(batch, heads):
+        rows, columns = (slice(*n[b : b + 2]) for n in (cu_seqlens_q, cu_seqlens_k))
+        shape, g = (rows.stop - rows.start, columns.stop - columns.start), h * groups // heads
+        seen = np.ones(shape, bool)
+        if attn_mask is None:
+            factors = tile_factors(shape, b * heads + h, dropout_p, dropout_seed)
+        else:
+            seen = attn_mask[0, h % attn_mask.shape[1]][rows, columns]
+            factors = tile_factors((len(query), len(key)), h, dropout_p, dropout_seed)
+            factors = factors[rows, columns] if dropout_p else factors
+        output[rows, h], lse[h, rows], _ = one_head(
+            query[rows, h], key[columns, g], value[columns, g], seen,
+            np.broadcast_to(bias[columns], shape), keys=shape[1], slope=slopes[b, h],
+            sink=sinks[h], factors=factors, **form,
+        )  # fmt: skip
     return [output, lse]
 
 
@@ -309,62 +299,51 @@ def rotary_embedding(
     return found
 
 
+def log_softmax(logits, softcap, temperature):
+    """And the log-sum-exp of the last dimension."""
+    x = (logits if softcap is None else softcap * np.tanh(logits / softcap)) / temperature
+    top = x.real.max(-1, keepdims=True)
+    lse = np.log(np.exp(x - top).sum(-1, keepdims=True)) + top
+    return x - lse, lse[..., 0]
+
+
 def cross_entropy(
     logits, target, *, reduction="mean", ignore_index=-100, label_smoothing=0.0,
     smoothing="uniform", weight=None, z_loss=0.0, softcap=None, temperature=1.0,
     return_entropy=False,
 ):  # fmt: skip
-    classes = logits.shape[-1]
-    if softcap is not None:
-        logits = softcap * np.tanh(logits / softcap)
-    logits = logits / temperature
+    classes, counts = logits.shape[-1], target != ignore_index
+    logp, lse = log_softmax(logits, softcap, temperature)
     w = np.ones(classes) if weight is None else weight
-    losses, squares, entropies, total = [], [], [], 0.0
-    for x, t in zip(logits.reshape(-1, classes), target.reshape(-1)):
-        if t == ignore_index:
-            losses.append(0.0)
-            squares.append(0.0)
-            entropies.append(0.0)
-            continue
-        total += w[t]
-        if smoothing == "uniform":
-            q = np.full(classes, label_smoothing / classes)
-            q[t] += 1 - label_smoothing
-        else:
-            q = np.full(classes, label_smoothing / (classes - 2))
-            q[t], q[ignore_index] = 1 - label_smoothing, 0
-        top = x.real.max()
-        lse = np.log(np.exp(x - top).sum()) + top
-        loss = -(w * q * (x - lse)).sum()
-        if smoothing == "kl":
-            loss = loss + (w[q > 0] * q[q > 0] * np.log(q[q > 0])).sum()
-        losses.append(loss)
-        squares.append(z_loss * lse**2)
-        entropies.append(-(np.exp(x - lse) * (x - lse)).sum())
-    losses, squares, entropies = (np.array(x) for x in (losses, squares, entropies))
-    if reduction == "none":
-        found = (losses + squares).reshape(target.shape)
-    elif reduction == "sum":
-        found = (losses + squares).sum()
+    t = np.where(counts, target, 0)[..., None]
+    q = np.full(logits.shape, label_smoothing / (classes - 2 * (smoothing == "kl")))
+    if smoothing == "kl":
+        q[..., ignore_index], own = 0, 1 - label_smoothing
     else:
-        found = losses.sum() / total + squares.sum() / (target != ignore_index).sum()
-    return [found, entropies.reshape(target.shape)] if return_entropy else [found]
+        own = 1 - label_smoothing + label_smoothing / classes
+    np.put_along_axis(q, t, own, -1)
+    losses = -(w * q * logp).sum(-1)
+    if smoothing == "kl":
+        losses = losses + (w * q * np.log(np.where(q > 0, q, 1))).sum(-1)
+    squares = z_loss * lse**2
+    entropies = -(np.exp(logp) * logp).sum(-1)
+    losses, squares, entropies = (np.where(counts, x, 0) for x in (losses, squares, entropies))
+    found = losses + squares
+    if reduction == "sum":
+        found = found.sum()
+    elif reduction == "mean":
+        found = losses.sum() / w[t][counts].sum() + squares.sum() / counts.sum()
+    return [found, entropies] if return_entropy else [found]
 
 
 def linear_kl_div(
     input, linear_weight, teacher_input, teacher_weight, *, linear_bias=None, teacher_bias=None,
     mask=None, reduction="mean", reverse=False, temperature=1.0, softcap=None,
 ):  # fmt: skip
-    logps = []
-    for logits in (
-        linear(input, linear_weight, linear_bias),
-        linear(teacher_input, teacher_weight, teacher_bias),
-    ):
-        capped = logits if softcap is None else softcap * np.tanh(logits / softcap)
-        x = capped / temperature
-        x = x - x.real.max(-1, keepdims=True)
-        logps.append(x - np.log(np.exp(x).sum(-1, keepdims=True)))
-    q, p = logps[::-1] if reverse else logps
+    of_teacher = linear(teacher_input, teacher_weight, teacher_bias)
+    q, _ = log_softmax(linear(input, linear_weight, linear_bias), softcap, temperature)
+    p, _ = log_softmax(of_teacher, softcap, temperature)
+    q, p = (p, q) if reverse else (q, p)
     rows = (np.exp(p) * (p - q)).sum(-1)
     kept = np.ones(rows.shape, bool) if mask is None else mask
     rows = np.where(kept, rows, 0)

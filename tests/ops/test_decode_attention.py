@@ -1,5 +1,7 @@
 """Attention of few queries to many keys, against the formula in float64."""
 
+import itertools
+
 import pytest
 import torch
 from policy import check_output
@@ -8,26 +10,6 @@ import fastformer as ff
 from fastformer import use_backend
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def near(have, call, tensors, options, dtype):
-    """The numerics policy for the results of a call without gradients, which `have` holds: against
-    float64, in 16 bits with at most twice the error of eager PyTorch.
-    """
-
-    def eager(kind):
-        moved = {n: x.to(kind) if x.is_floating_point() else x for n, x in tensors.items()}
-        with use_backend("reference"), ff.eager.use_formula():
-            results = call(**moved, **options)
-        return results if isinstance(results, tuple) else (results,)
-
-    for x, want, peer in zip(have, eager(torch.float64), eager(dtype), strict=True):
-        nothing = want == -torch.inf
-        assert ((x == -torch.inf) == nothing).all()
-        check_output(*(y.masked_fill(nothing, 0.0) for y in (x, want, peer)), dtype)
-
-
-# --------------------------------------------------------------------------- few queries, many keys
 
 
 @pytest.fixture
@@ -60,38 +42,50 @@ def options_of(names, tensors):
     def normal(*shape, kind=torch.float32):
         return torch.randn(shape, device=device).to(kind)
 
+    lengths = torch.tensor([keys - 9, 0, 1, keys, 5][:batch], device=device)
+    late = dict(causal_alignment="bottom_right")
     made = {
-        "causal": lambda: dict(is_causal=True),
-        "bottom right": lambda: dict(is_causal=True, causal_alignment="bottom_right"),
-        "lengths": lambda: dict(
-            key_lengths=torch.tensor([keys - 9, 0, 1, keys, 5][:batch], device=device)
-        ),
-        "window": lambda: dict(window=(70, 20), causal_alignment="bottom_right"),
-        "left": lambda: dict(window=(100, None), causal_alignment="bottom_right"),
-        "key mask": lambda: dict(attn_mask=normal(batch, 1, 1, keys) > 0),
-        "mask": lambda: dict(attn_mask=normal(1, heads, queries, keys) > 0),
-        "key bias": lambda: dict(bias=normal(batch, 1, 1, keys)),
-        "head bias": lambda: dict(bias=normal(heads, 1, keys, kind=dtype)),
-        "bias": lambda: dict(bias=normal(heads, queries, keys, kind=dtype)),
-        "alibi": lambda: dict(alibi_slopes=0.5 ** torch.arange(1.0, heads + 1, device=device)),
-        "softcap": lambda: dict(softcap=3.0),
-        "sinks": lambda: dict(sinks=normal(heads)),
-        "lse": lambda: dict(return_lse=True),
-        "scale": lambda: dict(scale=-0.4),
+        "causal": dict(is_causal=True),
+        "bottom right": dict(is_causal=True, **late),
+        "lengths": dict(key_lengths=lengths),
+        "window": dict(window=(70, 20), **late),
+        "left": dict(window=(100, None), **late),
+        "key mask": dict(attn_mask=normal(batch, 1, 1, keys) > 0),
+        "mask": dict(attn_mask=normal(1, heads, queries, keys) > 0),
+        "key bias": dict(bias=normal(batch, 1, 1, keys)),
+        "head bias": dict(bias=normal(heads, 1, keys, kind=dtype)),
+        "bias": dict(bias=normal(heads, queries, keys, kind=dtype)),
+        "alibi": dict(alibi_slopes=0.5 ** torch.arange(1.0, heads + 1, device=device)),
+        "softcap": dict(softcap=3.0),
+        "sinks": dict(sinks=normal(heads)),
+        "lse": dict(return_lse=True),
+        "scale": dict(scale=-0.4),
     }
     given = dict(enable_gqa=True)
-    for name in names.split(", ") if names else ():
-        given |= made[name]()
+    for name in names.split(", "):
+        given |= made[name]
     return given
 
 
 def check(tensors, options):
-    dtype = tensors["query"].dtype
-    have = ff.scaled_dot_product_attention(**tensors, **options)
-    given = tensors | {n: x for n, x in options.items() if n == "bias"}
-    rest = {n: x for n, x in options.items() if n != "bias"}
-    have = have if isinstance(have, tuple) else (have,)
-    near(have, ff.scaled_dot_product_attention, given, rest, dtype)
+    """The numerics policy for a call without gradients: against float64, in 16 bits with at most
+    twice the error of eager PyTorch.
+    """
+
+    def results(kind):
+        moved = {n: x.to(kind) if n in (*tensors, "bias") else x for n, x in given.items()}
+        found = ff.scaled_dot_product_attention(**moved)
+        return found if isinstance(found, tuple) else (found,)
+
+    given, dtype = tensors | options, tensors["query"].dtype
+    have = results(dtype)
+    with use_backend("reference"), ff.eager.use_formula():
+        eager = results(dtype)
+        wide = results(torch.float64)
+    for x, want, peer in zip(have, wide, eager, strict=True):
+        nothing = want == -torch.inf
+        assert ((x == -torch.inf) == nothing).all()
+        check_output(*(y.masked_fill(nothing, 0.0) for y in (x, want, peer)), dtype)
 
 
 # (B, H, G, Sq, Sk, D, Dv)
@@ -142,32 +136,26 @@ def test_options(split, device, names, queries):
     assert len(split) == 1
 
 
-def taken(**changes):
-    """Whether `explain` says that a call of 16 queries to 256 keys, or what is changed, splits the
-    keys.
-    """
-    queries, keys = changes.pop("queries", 16), changes.pop("keys", 256)
-    tensors = qkv(1, 1, 1, queries, keys)
-    return "split over programs" in ff.explain(SDPA, **tensors, **changes).reason
-
-
-SDPA = "scaled_dot_product_attention"
-
-
 def test_which_calls_split_their_keys(split, device):
     """By their shape alone, whether gradients are wanted or not; `explain` says so."""
-    assert taken() and taken(queries=1, keys=4096)
-    assert not (taken(queries=17) or taken(keys=255) or taken(dropout_p=0.1))
-    for queries, keys, p in ((16, 256, 0.0), (17, 256, 0.0), (16, 255, 0.0), (16, 256, 0.1)):
-        ff.scaled_dot_product_attention(
-            **qkv(1, 1, 1, queries, keys, device=device), dropout_p=p, dropout_seed=1
-        )
-    assert len(split) == 1
+    for queries, keys, p, taken in (
+        (16, 256, 0.0, True),
+        (1, 4096, 0.0, True),
+        (17, 256, 0.0, False),
+        (16, 255, 0.0, False),
+        (16, 256, 0.1, False),
+    ):
+        call = qkv(1, 1, 1, queries, keys, device=device) | dict(dropout_p=p, dropout_seed=1)
+        split.clear()
+        ff.scaled_dot_product_attention(**call)
+        why = ff.explain("scaled_dot_product_attention", **call).reason
+        assert bool(split) == ("split over programs" in why) == taken, (queries, keys, p)
+    split.clear()
     tokens = torch.zeros(16, 1, 16, device=device), *[torch.zeros(256, 1, 16, device=device)] * 2
     ends = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (16, 256)]
     assert "split" not in ff.explain("packed_attention", *tokens, *ends, 16, 256).reason
     ff.packed_attention(*tokens, *ends, 16, 256)
-    assert len(split) == 1
+    assert not split
 
 
 @pytest.mark.parametrize("processors", [1, 8, 132])
@@ -177,25 +165,23 @@ def test_parts(processors):
     """
     configurations = pytest.importorskip("fastformer.kernels.attention.configurations")
     shipped = configurations.AttentionTiles(64, 64, 4, 3)
-    for heads in (1, 2, 8, 32, 500):
-        for rows in (1, 16, 70):
-            for keys in (256, 4096, 100_000):
-                tiles = configurations.narrowed(shipped, rows, keys, heads, processors)
-                assert 16 <= tiles.BM <= 64 and 16 <= tiles.BN <= 64
-                assert min(rows, 64) <= tiles.BM and tiles[2:] == shipped[2:]
-                programs, count = heads * -(-rows // tiles.BM), -(-keys // tiles.BN)
-                parts = configurations.parts_of_keys(count, programs, processors)
-                assert 1 <= parts <= count
-                full = programs * parts >= 2 * processors
-                assert full or (parts == count and tiles.BN == 16)
-                least = min(count, -(-2 * processors // programs))
-
-                def time(n, programs=programs, count=count):
-                    return -(-programs * n // (2 * processors)) * -(-count // n)
-
-                assert time(parts) <= time(least) and least <= parts <= 2 * least
-                wider = tiles._replace(BN=min(64, tiles.BN * 2))
-                assert wider == tiles or programs * -(-keys // wider.BN) < 2 * processors
+    sizes = itertools.product((1, 2, 8, 32, 500), (1, 16, 70), (256, 4096, 100_000))
+    for heads, rows, keys in sizes:
+        tiles = configurations.narrowed(shipped, rows, keys, heads, processors)
+        assert 16 <= tiles.BM <= 64 and 16 <= tiles.BN <= 64
+        assert min(rows, 64) <= tiles.BM and tiles[2:] == shipped[2:]
+        programs, count = heads * -(-rows // tiles.BM), -(-keys // tiles.BN)
+        parts = configurations.parts_of_keys(count, programs, processors)
+        assert 1 <= parts <= count
+        full = programs * parts >= 2 * processors
+        assert full or (parts == count and tiles.BN == 16)
+        least = min(count, -(-2 * processors // programs))
+        time, of_least = (
+            -(-programs * n // (2 * processors)) * -(-count // n) for n in (parts, least)
+        )
+        assert time <= of_least and least <= parts <= 2 * least
+        wider = tiles._replace(BN=min(64, tiles.BN * 2))
+        assert wider == tiles or programs * -(-keys // wider.BN) < 2 * processors
     assert configurations.parts_of_keys(0, 0, processors) == 1
 
 
@@ -231,27 +217,24 @@ def test_hidden_keys_may_hold_anything(split, device):
     inside = torch.arange(300, device=device) < lengths.view(-1, 1, 1, 1)
     heads = torch.rand(1, 4, 1, 300, device=device) > 0.5  # of one head of a group, not the other
     bias = torch.zeros(heads.shape, device=device).masked_fill(~heads, -torch.inf)
-    for options in (
-        dict(key_lengths=lengths),
-        dict(attn_mask=inside),
-        dict(bias=torch.zeros(inside.shape, device=device).masked_fill(~inside, -torch.inf)),
-    ):
-        want = ff.scaled_dot_product_attention(**clean, enable_gqa=True, **options)
-        dirty = {n: x if n == "query" else x.masked_fill(~inside.mT, torch.nan)
-                 for n, x in clean.items()}  # fmt: skip
-        assert torch.equal(
-            ff.scaled_dot_product_attention(**dirty, enable_gqa=True, **options), want
-        )
-    for options in (dict(attn_mask=heads), dict(bias=bias)):
-        hidden = ~heads[:, 0::2] | ~heads[:, 1::2]  # from a head of the group
+    minus = torch.zeros(inside.shape, device=device).masked_fill(~inside, -torch.inf)
+
+    def results(hidden, **options):
+        """Of clean keys and values, and of those that hold NaN where they are hidden."""
         dirty = {n: x if n == "query" else x.masked_fill(hidden.mT, torch.nan)
                  for n, x in clean.items()}  # fmt: skip
-        one = hidden & (heads[:, 0::2] | heads[:, 1::2])  # and seen by the other
-        want = ff.scaled_dot_product_attention(**clean, enable_gqa=True, **options)
-        have = ff.scaled_dot_product_attention(**dirty, enable_gqa=True, **options)
-        sees = (heads & one.repeat_interleave(2, 1)).any(-1, keepdim=True)
-        assert sees.any() and have.isnan()[sees.expand_as(have)].all()
-        assert torch.equal(have[~sees.expand_as(have)], want[~sees.expand_as(have)])
+        attend = ff.scaled_dot_product_attention
+        return [attend(**x, enable_gqa=True, **options) for x in (clean, dirty)]
+
+    for options in dict(key_lengths=lengths), dict(attn_mask=inside), dict(bias=minus):
+        assert torch.equal(*results(~inside, **options)), options.keys()
+    hidden = ~heads[:, 0::2] | ~heads[:, 1::2]  # from a head of the group
+    one = hidden & (heads[:, 0::2] | heads[:, 1::2])  # and seen by the other
+    for options in (dict(attn_mask=heads), dict(bias=bias)):
+        want, have = results(hidden, **options)
+        sees = (heads & one.repeat_interleave(2, 1)).any(-1, keepdim=True).expand_as(have)
+        assert sees.any() and have.isnan()[sees].all()
+        assert torch.equal(have[~sees], want[~sees])
 
 
 @pytest.mark.parametrize("place", ["query", "key", "value", "bias", "sinks"])
@@ -284,9 +267,7 @@ def test_rows_of_a_batch_are_independent(split, device):
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
     assert out[2].eq(0).all() and lse[2].eq(-torch.inf).all()
     other = {n: torch.cat([x[:1], torch.randn_like(x[1:])]) for n, x in tensors.items()}
-    moved = ff.scaled_dot_product_attention(
-        **other, key_lengths=lengths.flip(0) * 0 + 300, **options
-    )
+    moved = ff.scaled_dot_product_attention(**other, key_lengths=lengths * 0 + 300, **options)
     assert torch.equal(out[0], moved[0][0]) and torch.equal(lse[0], moved[1][0])
 
 
@@ -302,21 +283,15 @@ def test_strided_inputs(split, device):
     assert torch.equal(ff.scaled_dot_product_attention(**stepped, enable_gqa=True), want)
 
 
-@pytest.mark.parametrize(
-    "name, dim", [("query", 2), *((name, i) for name in ("query", "key", "value") for i in (0, 1))]
-)
+FAR = itertools.product(("query", "key", "value"), (0, 1, 2))
+
+
+@pytest.mark.parametrize("name, dim", [*FAR, ("attn_mask", 2), ("bias", 2)])
 def test_strides_past_int32(split, device, spread, name, dim):
-    """The last sequence, head or query begins past 2^31 elements, where none has as many."""
+    """The last sequence, head, query or key begins past 2^31 elements, where none has as many. For
+    the rows of a tensor, 32 bits then do not hold where they lie.
+    """
     tensors = qkv(3, 6, 3, 3, 256, 16, device=device, dtype=torch.bfloat16)
-    near = ff.scaled_dot_product_attention(**tensors, enable_gqa=True)
-    far = tensors | {name: spread(tensors[name], dim)}
-    assert torch.equal(ff.scaled_dot_product_attention(**far, enable_gqa=True), near)
-
-
-@pytest.mark.parametrize("name, dim", [("attn_mask", 2), ("bias", 2), ("key", 2), ("value", 2)])
-def test_offsets_of_keys_past_int32(split, device, spread, name, dim):
-    """Keys, or rows of a mask, so far apart that 32 bits do not hold where they lie."""
-    tensors = qkv(1, 2, 1, 3, 256, 16, device=device, dtype=torch.bfloat16)
     added = torch.randn(1, 1, 3, 256, device=device)
     tensors |= {"attn_mask": added > 0, "bias": added.bfloat16()}
     near, far = (
@@ -324,7 +299,7 @@ def test_offsets_of_keys_past_int32(split, device, spread, name, dim):
         for x in (tensors, tensors | {name: spread(tensors[name], dim)})
     )
     assert torch.equal(near, far)
-    assert [plan.tile.wide for plan in split] == [False, True]
+    assert [plan.tile.wide for plan in split] == [False, dim == 2]
 
 
 @pytest.mark.parametrize("window, keys", [((700, 0), 702), ((30, 5), 37), ((None, 0), 2048)])
@@ -351,11 +326,11 @@ def test_numbers_of_16_bits_are_not_rounded_again(split, device, name, queries):
     """They are what the same numbers in float32 are."""
     tensors = qkv(2, 4, 2, queries, 256, device=device, dtype=torch.bfloat16)
     given = torch.tensor([1.3, -2.7, 4.1, 6.9], device=device).bfloat16()
-    results = [
-        ff.scaled_dot_product_attention(**tensors, enable_gqa=True, **{name: x}, return_lse=True)
-        for x in (given, given.float())
-    ]
-    assert all(map(torch.equal, *results))
+    tensors |= dict(enable_gqa=True, return_lse=True)
+    numbers = {name: given}, {name: given.float()}
+    assert all(
+        map(torch.equal, *(ff.scaled_dot_product_attention(**tensors, **x) for x in numbers))
+    )
 
 
 def test_parts_beyond_the_band_are_skipped(split, device, work):
@@ -448,14 +423,3 @@ def test_in_a_graph(device):
         tensors["key_lengths"].copy_(torch.tensor(lengths))
         graph.replay()
         assert torch.equal(out, ff.scaled_dot_product_attention(**tensors, enable_gqa=True))
-
-
-def test_compiled(backend, device):
-    """The op is a node of the graph of a step."""
-    tensors = qkv(2, 4, 2, 1, 300, device=device)
-
-    def step(**tensors):
-        return ff.scaled_dot_product_attention(**tensors, enable_gqa=True, is_causal=True)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**tensors), step(**tensors))

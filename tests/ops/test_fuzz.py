@@ -59,9 +59,8 @@ def array(x):
     if not isinstance(x, torch.Tensor):
         return x
     x = x.detach().cpu()
-    return (
-        x.double().nan_to_num(0.0, neginf=-math.inf).numpy() if x.is_floating_point() else x.numpy()
-    )
+    x = x.double().nan_to_num(0.0, neginf=-math.inf) if x.is_floating_point() else x
+    return x.numpy()
 
 
 def tolerance(case, draw, x, backend, tensors):
@@ -186,32 +185,21 @@ def results(case, seed, device, wanted=None):
     return {n: x.detach() for n, x in enumerate(outputs)} | dict(zip(leaves, grads))
 
 
-@pytest.fixture
-def in_tiles(backend, device, small_tiles):
-    """Of the interpreted kernels several programs: a context."""
-    return small_tiles if backend == "triton" and device.type == "cpu" else contextlib.nullcontext
-
-
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
-def test_same_bits_every_time(case, backend, device, in_tiles):
-    """A GPU runs its programs in any order."""
+def test_same_bits_every_time(case, backend, device, small_tiles):
+    """A GPU runs its programs in any order. And a gradient alone is what it is among all."""
+    in_tiles = backend == "triton" and device.type == "cpu"
     for n in range(2):
-        with in_tiles():
+        with small_tiles() if in_tiles else contextlib.nullcontext():
             first = results(case, [31, n], device)
             for _ in range(12 if device.type == "cuda" else 1):
                 for name, x in results(case, [31, n], device).items():
                     assert torch.equal(x, first[name]), (n, name)
-
-
-@pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
-def test_one_gradient_alone(case, backend, device, in_tiles):
-    """It is what it is among all."""
-    for n in range(2):
-        with in_tiles():
-            every = results(case, [32, n], device)
-            for name in (name for name in every if isinstance(name, str)):
-                alone = results(case, [32, n], device, name)
-                torch.testing.assert_close(alone[name], every[name], atol=1e-5, rtol=1e-5)
+            for name in (name for name in first if isinstance(name, str)):
+                alone = results(case, [31, n], device, name)[name]
+                torch.testing.assert_close(
+                    alone, first[name], atol=1e-5, rtol=1e-5, msg=f"{n}: {name}"
+                )
 
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
@@ -254,9 +242,12 @@ def test_fakes(case, device, monkeypatch):
     assert compared or case is attention_weights
 
 
+WITH_KERNELS = [case for case in DRAWN if case is not attention_weights]  # which calls others
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", WITH_KERNELS, ids=lambda case: case.__name__)
 def test_accumulators(case, dtype, device, monkeypatch):
     """A kernel computes in float32, of float64 in float64: on a GPU that takes 64 times as long."""
     if device.type == "cuda":
@@ -279,8 +270,6 @@ def test_accumulators(case, dtype, device, monkeypatch):
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
     draw = Draw([3, len(DRAWN)], device)
     draw.dtype = dtype
-    if case is attention_weights:  # it has no kernel of its own
-        return
     with ff.use_backend("triton"):
         check(case, draw, "triton", contextlib.nullcontext())
     wide = interpreter.tl.float64 if dtype == torch.float64 else interpreter.tl.float32

@@ -105,9 +105,12 @@ def inputs():
 
 
 def run(given, **options):
-    """The output and all gradients."""
+    """The output and all gradients; of a packed batch where the options have its offsets."""
     with use_backend("triton"):
-        out = ff.scaled_dot_product_attention(*given, enable_gqa=True, **options)
+        if "max_q" in options:
+            out = ff.packed_attention(*(x[0].transpose(0, 1) for x in given), **options)
+        else:
+            out = ff.scaled_dot_product_attention(*given, enable_gqa=True, **options)
         return out.detach(), *torch.autograd.grad(out.sin().sum(), given)
 
 
@@ -162,6 +165,7 @@ def test_even_calls_start_head_by_head(programs, sections, name):
         assert blocks == [*start_order(kernel, heads, BLOCKS, section=1)]
 
 
+OFFSETS = torch.tensor([0, 10, 12, S], dtype=torch.int32)
 EVERY = {
     **UNEVEN,
     "window to the left": TO_THE_LEFT,
@@ -172,26 +176,18 @@ EVERY = {
         dropout_p=0.2,
         dropout_seed=3,
     ),
+    "packed": dict(
+        is_causal=True, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS, max_q=S - 12, max_k=S - 12
+    ),
 }
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_no_bit_depends_on_the_order(sections, name):
     given, found = inputs(), []
-    for cached in (0, *SECTIONS) if name == "together" else (0, 3):
+    for cached in (0, *SECTIONS) if name in ("together", "packed") else (0, 3):
         sections(cached)
         found.append(run(given, **EVERY[name]))
-    assert all(torch.equal(x, y) for results in found for x, y in zip(results, found[0]))
-
-
-def test_no_bit_of_a_packed_batch_depends_on_the_order(sections):
-    offsets, found = torch.tensor([0, 10, 12, S], dtype=torch.int32), []
-    given = [x[0].transpose(0, 1).detach().requires_grad_() for x in inputs()]
-    for cached in (0, *SECTIONS):
-        sections(cached)
-        with use_backend("triton"):
-            out = ff.packed_attention(*given, offsets, offsets, S - 12, S - 12, is_causal=True)
-            found.append((out.detach(), *torch.autograd.grad(out.sin().sum(), given)))
     assert all(torch.equal(x, y) for results in found for x, y in zip(results, found[0]))
 
 

@@ -102,10 +102,7 @@ def reread(rows=2, barrier=True):
     scratch_kernel[(3,)](numbers(48), scratch, rows, 8, barrier)
 
 
-def numbers(*shape):
-    return torch.zeros(*shape)
-
-
+numbers = torch.zeros
 ALLOWED = {
     "copy": lambda: copy(numbers(20), numbers(20)),
     "in place": lambda: copy(*[numbers(20)] * 2),
@@ -231,13 +228,9 @@ def norm(n):
     differentiated(lambda x, w, b: ff.layer_norm(x, (n,), w, b), *x)
 
 
-def loss():
+def loss(of=1.0, **options):
     target = torch.arange(5)
-    differentiated(lambda x: ff.cross_entropy(x, target, label_smoothing=0.1), drawn(5, 11))
-
-
-def loss_of_rows():
-    differentiated(lambda x: 2 * ff.cross_entropy(x, torch.arange(5), "none"), drawn(5, 11))
+    differentiated(lambda x: of * ff.cross_entropy(x, target, **options), drawn(5, 11))
 
 
 def embed():
@@ -261,13 +254,9 @@ def feed():
     differentiated(lambda *x: ff.feed_forward(*x, activation="gelu"), *x)
 
 
-def gate():
-    differentiated(ff.gated_activation, drawn(20, 40), drawn(20, 40))
-
-
-def attend(sq=20, sk=24, bias=None, **options):
-    x = [drawn(1, 2, sq, 16), drawn(1, 1, sk, 16), drawn(1, 1, sk, 16)]
-    x += [] if bias is None else [bias]
+def attend(sq=20, sk=24, b=1, g=1, d=16, dtype=torch.float32, bias=None, **options):
+    x = [drawn(b, 2, sq, d), drawn(b, g, sk, d), drawn(b, g, sk, d)]
+    x = [t.to(dtype) for t in (x if bias is None else [*x, bias])]
 
     def attended(q, k, v, bias=None):
         call = ff.scaled_dot_product_attention
@@ -276,10 +265,10 @@ def attend(sq=20, sk=24, bias=None, **options):
     differentiated(attended, *x)
 
 
-def packed(heads=2, dim=16, dtype=torch.float32):
-    x = (drawn(40, h, dim).to(dtype) for h in (heads, 1, 1))
+def packed():
     ends = torch.tensor([0, 18, 40]).int()
     options = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_q=22, max_k=22)
+    x = drawn(40, 2, 16), drawn(40, 1, 16), drawn(40, 1, 16)
     differentiated(lambda q, k, v: ff.packed_attention(q, k, v, **options), *x)
 
 
@@ -291,12 +280,12 @@ def decode():
 CALLS = {
     "norm": lambda: norm(13),
     "wide norm": lambda: norm(20),
-    "loss": loss,
-    "loss of rows": loss_of_rows,
+    "loss": lambda: loss(label_smoothing=0.1),
+    "loss of rows": lambda: loss(2.0, reduction="none"),
     "embed": embed,
     "rotate": rotate,
     "feed": feed,
-    "gate": gate,
+    "gate": lambda: differentiated(ff.gated_activation, drawn(20, 40), drawn(20, 40)),
     "attend": attend,
     "mask": lambda: attend(attn_mask=torch.ones(1, 1, 20, 24) > 0),
     "mask of keys": lambda: attend(sk=25, attn_mask=torch.ones(1, 1, 1, 25) > 0),
@@ -322,23 +311,11 @@ def test_memory_check_of_calls(of_several_programs, call):
     CALLS[call]()
 
 
-def attend_on_hopper(mask=None, bias=None):
-    """Of two sequences and heads, in float16."""
-    shapes = (2, 2, 130, 64), (2, 2, 72, 64), (2, 2, 72, 64)
-    x = [drawn(*shape).half() for shape in shapes]
-    x += [] if bias is None else [bias.half()]
-
-    def attended(q, k, v, bias=None):
-        return ff.scaled_dot_product_attention(q, k, v, mask, bias=bias)
-
-    differentiated(attended, *x)
-
-
 ON_HOPPER = {
-    "plain": attend_on_hopper,
-    "mask of keys": lambda: attend_on_hopper(mask=(torch.arange(72) != 63).expand(2, 1, 1, 72)),
-    "bias": lambda: attend_on_hopper(bias=drawn(2, 2, 130, 72)),
-    "bias of keys": lambda: attend_on_hopper(bias=drawn(2, 2, 1, 72)),
+    "plain": {},
+    "mask of keys": dict(attn_mask=(torch.arange(72) != 63).expand(2, 1, 1, 72)),
+    "bias": dict(bias=drawn(2, 2, 130, 72)),
+    "bias of keys": dict(bias=drawn(2, 2, 1, 72)),
 }
 
 
@@ -351,5 +328,5 @@ def test_calls_of_gluon_kernels(call):
 
     for simulator in (simulated, simulated_backward):
         with simulator() as launched:
-            ON_HOPPER[call]()
+            attend(130, 72, 2, 2, 64, torch.float16, **ON_HOPPER[call])
         assert launched

@@ -2,6 +2,8 @@
 attention stands in test_attention.py.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ def feed_forward(activation):
     def theirs(x, w, b, w_2, b_2):
         return F.linear(function(F.linear(x, w, b)), w_2, b_2)
 
-    return lambda *t: ff.feed_forward(*t, activation), theirs, (1, 1)
+    return lambda *t: ff.feed_forward(*t, activation), theirs
 
 
 def gated(op, function):
@@ -30,7 +32,7 @@ def gated(op, function):
         z, v = F.linear(x, w, b).chunk(2, -1)
         return F.linear(function(z) * v, w_2, b_2)
 
-    return op, theirs, (2, 1)
+    return op, theirs
 
 
 def add_rms_norm(x, residual, w):
@@ -67,6 +69,8 @@ def loss(**options):
 
 
 X, W = (ROWS, WIDTH), (WIDTH,)
+LAYERS = [X, (30, WIDTH), (30,), (WIDTH, 30), W]
+GATED = [X, (60, WIDTH), (60,), (WIDTH, 30), W]
 SMOOTHED = {"reduction": "none", "label_smoothing": 0.1}
 # By name: our op, torch's, the shapes of what they take.
 OPS = {
@@ -95,15 +99,11 @@ OPS = {
     "cross_entropy smoothed": (*loss(**SMOOTHED), [(ROWS, CLASSES)]),
     "linear_cross_entropy": (*loss(), [X, (CLASSES, WIDTH), (CLASSES,)]),
     "linear_cross_entropy smoothed": (*loss(**SMOOTHED), [X, (CLASSES, WIDTH), (CLASSES,)]),
+    "gated_activation": (ff.gated_activation, lambda z, v: F.silu(z) * v, [X, X]),
+    "geglu": (*gated(ff.geglu, F.gelu), GATED),
+    "swiglu": (*gated(ff.swiglu, F.silu), GATED),
+    **{name: (*feed_forward(name), LAYERS) for name in reference.ACTIVATIONS},
 }  # fmt: skip
-OPS["gated_activation"] = (
-    ff.gated_activation, lambda gate, value: F.silu(gate) * value, [X, X],
-)  # fmt: skip
-FED = {name: feed_forward(name) for name in reference.ACTIVATIONS}
-FED |= {"geglu": gated(ff.geglu, F.gelu), "swiglu": gated(ff.swiglu, F.silu)}
-for _name, (_ours, _theirs, (_halves, _)) in FED.items():
-    _w = (_halves * 30, WIDTH), (_halves * 30,), (WIDTH, 30), (WIDTH,)
-    OPS[_name] = _ours, _theirs, [X, *_w]
 
 
 def results(function, leaves):
@@ -156,15 +156,14 @@ def test_norms_of_what_overflows(backend, device, monkeypatch, op, dtype, blocks
     if op == "rms_norm":
         x[3], x[4, ::2], rows = large, -large, 5
     eps = torch.finfo(torch.float32).eps
-    ours = {
-        "rms_norm": lambda x: ff.rms_norm(x, 40, None, eps),
-        "layer_norm": lambda x: ff.layer_norm(x, 40),
-    }
-    theirs = {
-        "rms_norm": lambda x: F.rms_norm(x, (40,), None, eps),
-        "layer_norm": lambda x: F.layer_norm(x, (40,)),
-    }
-    for a, b in zip(results(ours[op], [x]), results(theirs[op], [x]), strict=True):
+    ours, theirs = {
+        "rms_norm": (
+            lambda x: ff.rms_norm(x, 40, None, eps),
+            lambda x: F.rms_norm(x, (40,), None, eps),
+        ),
+        "layer_norm": (lambda x: ff.layer_norm(x, 40), lambda x: F.layer_norm(x, (40,))),
+    }[op]
+    for a, b in zip(results(ours, [x]), results(theirs, [x]), strict=True):
         torch.testing.assert_close(a[:rows], b[:rows], equal_nan=True)
         assert torch.equal(a.isnan(), b.isnan())
 
@@ -176,19 +175,16 @@ def test_infinite_logits(backend, device, linear, reduction, smoothing):
     """One, all but one, all of a row; of the target, of another, of a row that is ignored."""
     rows = [[INF, 1, 2], [-INF, 1, 2], [-INF, 1, 2], [1, -INF, -INF], [-INF] * 3, [INF, 1, 2]]
     x, target = torch.tensor(rows, device=device), torch.tensor([1, 0, 1, 0, 0, -100])
-    for i in range(len(rows)):
-        options = {"reduction": reduction, "label_smoothing": smoothing}
-        at, t = x[i : i + 1], target[i : i + 1].to(device)
+    options = {"reduction": reduction, "label_smoothing": smoothing}
 
-        def ours(at, t=t, options=options):
-            if not linear:
-                return ff.cross_entropy(at, t, **options)
-            one = torch.zeros(1, 1, device=at.device)
-            weight = torch.zeros(3, 1, device=at.device)
-            return ff.linear_cross_entropy(one, weight, t, linear_bias=at[0], **options)
+    def ours(x, t):
+        if not linear:
+            return ff.cross_entropy(x, t, **options)
+        one, weight = torch.zeros(1, 1, device=x.device), torch.zeros(3, 1, device=x.device)
+        return ff.linear_cross_entropy(one, weight, t, linear_bias=x[0], **options)
 
-        def theirs(at, t=t, options=options):
-            return F.cross_entropy(at, t, **options)
-
-        for a, b in zip(results(ours, [at]), results(theirs, [at]), strict=True):
+    for at, t in zip(x.split(1), target.to(device).split(1)):
+        have = results(partial(ours, t=t), [at])
+        want = results(partial(F.cross_entropy, target=t, **options), [at])
+        for a, b in zip(have, want, strict=True):
             torch.testing.assert_close(a, b, equal_nan=True)

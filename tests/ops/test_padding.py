@@ -4,10 +4,10 @@ masks, whose padding the kernels skip.
 
 import dataclasses
 import functools
-import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fastformer as ff
@@ -25,14 +25,10 @@ def packed(device, lengths_q=(5, 0, 33, 17), lengths_k=(9, 4, 40, 0), h=2, g=1, 
         "key": torch.randn(tokens_k, g, d, device=device),
         "value": torch.randn(tokens_k, g, d + 8, device=device),
     }
-    offsets = [torch.cat([n.new_zeros(1), n.cumsum(0)]).int() for n in (q, k)]
-    constants = {
-        "cu_seqlens_q": offsets[0],
-        "cu_seqlens_k": offsets[1],
-        "max_q": max(lengths_q, default=0),
-        "max_k": max(lengths_k, default=0),
-    }
-    return x, {**constants, **options}
+    for name, n, lengths in (("q", q, lengths_q), ("k", k, lengths_k)):
+        options[f"cu_seqlens_{name}"] = torch.cat([n.new_zeros(1), n.cumsum(0)]).int()
+        options[f"max_{name}"] = max(lengths, default=0)
+    return x, options
 
 
 OPTIONS = {
@@ -119,58 +115,11 @@ def test_packed_equals_padded(backend, device, case):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-def test_packed_sequences_one_by_one(backend, device, case):
-    """Each sequence is what scaled_dot_product_attention makes of it: this does not share the
-    reference's way to pad, and it sees whose slopes and positions ALiBi takes.
-    """
-    x, constants = call(device, case)
-    options = {n: t for n, t in constants.items() if n in ("is_causal", "window", "softcap")}
-    options["causal_alignment"] = constants.get("causal_alignment", "top_left")
-    slopes = constants.get("alibi_slopes")
-    if constants.pop("dropout_p", 0.0):  # a mask of its own for each sequence
-        constants.pop("dropout_seed"), constants.pop("scale")
-    leaves = {n: t.requires_grad_() for n, t in x.items()}
-    have = functional.packed_attention(**leaves, **constants, return_lse=True)
-    parts = []
-    offsets = (constants[f"cu_seqlens_{side}"].tolist() for side in "qk")
-    for b, (q0, q1, k0, k1) in enumerate(
-        (q0, q1, k0, k1) for (q0, q1), (k0, k1) in zip(*map(itertools.pairwise, offsets))
-    ):
-        at = dict(query=slice(q0, q1), key=slice(k0, k1), value=slice(k0, k1))
-        heads = {n: leaves[n][own].transpose(0, 1).unsqueeze(0) for n, own in at.items()}
-        if "bias" in leaves:
-            heads["bias"] = leaves["bias"][k0:k1]
-        if slopes is not None:
-            heads["alibi_slopes"] = slopes if slopes.dim() == 1 else slopes[b]
-        out, lse = functional.scaled_dot_product_attention(
-            **heads, **options, enable_gqa=True, return_lse=True, sinks=leaves.get("sinks")
-        )
-        parts.append((out[0].transpose(0, 1), lse[0].T))
-    want = [torch.cat(part) for part in zip(*parts)]
-    torch.testing.assert_close(have, (want[0], want[1].T))
-    seen = have[1].isfinite()
-    cotangents = torch.randn_like(have[0]), torch.randn_like(have[1])
-    sums = [
-        (out * cotangents[0]).sum() + (lse * cotangents[1])[seen].sum()
-        for out, lse in (have, (want[0], want[1].T))
-    ]
-    for a, b in zip(*(torch.autograd.grad(y, list(leaves.values())) for y in sums)):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 def test_the_bias_of_a_single_key(backend, device, against_oracle):
     """Its gradient is dlse, beside a max_k that says that there may be more keys."""
     x, constants = packed(device, (3,), (1,))
     x["bias"] = torch.randn(1, device=device)
     against_oracle(with_lse, x, **{**constants, "max_k": 5})
-
-
-def test_packed_strided_views(backend, device, against_oracle):
-    x, constants = packed(device, (5, 20), (5, 20), g=2)
-    joined = torch.randn(25, 3, 2, 16, device=device)  # one projection for q, k and v
-    x = dict(zip(x, joined.unbind(1)))
-    against_oracle(functional.packed_attention, x, **constants)
 
 
 def test_one_query_in_a_later_sequence(backend, device, against_oracle):
@@ -200,23 +149,16 @@ def test_packed_empty(backend, device, lengths):
     assert all(g.numel() == 0 for g in torch.autograd.grad(out.sum(), leaves))
 
 
-MASKED = {
-    name: OPTIONS[name]
-    for name in ("plain", "bottom-right window", "dropout", "alibi", "key bias", "sinks, causal")
-}
-TAILS = [(case, False) for case in OPTIONS] + [(case, True) for case in MASKED]
+MASKED = "plain", "bottom-right window", "dropout", "alibi", "key bias", "sinks, causal"
+TAILS = [(case, False, True) for case in OPTIONS]
+TAILS += [(case, True, return_lse) for case in MASKED for return_lse in (False, True)]
 
 
-@pytest.mark.parametrize("case, masked", TAILS, ids=lambda x: str(x))
-def test_rows_past_the_last_sequence(backend, device, case, masked):
+@pytest.mark.parametrize("case, masked, return_lse", TAILS)
+def test_rows_past_the_last_sequence(backend, device, case, masked, return_lse):
     """A buffer of fixed size: output, lse and gradients are zeros there, and the other rows are
     those of the call without them, whatever these rows and their incoming gradients hold.
     """
-    for return_lse in (False, True) if masked else (True,):
-        check_rows_past_the_last_sequence(device, case, masked, return_lse)
-
-
-def check_rows_past_the_last_sequence(device, case, masked, return_lse):
     x, constants = call(device, case)
     if masked:
         q, k = x["query"].shape[0], x["key"].shape[0]
@@ -281,9 +223,8 @@ def test_unpad_and_pad(device):
     assert (packing.batch, packing.length, packing.longest) == (3, 4, 4)
     assert torch.equal(packing.lengths, lengths.int())
     back = ff.pad(tokens, packing, value=-1.0)
-    assert (
-        torch.equal(back[0, :2], x[0, :2]) and (back[0, 2:] == -1).all() and (back[1] == -1).all()
-    )
+    assert torch.equal(back[0, :2], x[0, :2]) and (back[0, 2:] == -1).all()
+    assert (back[1] == -1).all()
     (grad,) = torch.autograd.grad((back * 3).sum(), x)
     want = torch.zeros_like(x)
     want[0, :2], want[2] = 3, 3
@@ -298,9 +239,7 @@ def test_an_encoder_without_its_padding(backend, device, norm_first):
     torch.manual_seed(1)
     model = ff.make_model(11, 11, N=2, d_model=16, d_ff=32, h=2, dropout=0.0).to(device)
     for layer in model.encoder.layers:
-        layer.self_attn.dropout.p = (
-            0.3  # the only dropout whose mask does not depend on the padding
-        )
+        layer.self_attn.dropout.p = 0.3  # whose mask alone does not depend on the padding
         for sublayer in layer.sublayer:
             sublayer.norm_first = norm_first
     x = torch.randn(3, 9, 16, device=device)
@@ -321,39 +260,32 @@ def test_an_encoder_without_its_padding(backend, device, norm_first):
         torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_keep_attention_of_a_packed_batch(kv_heads, backend, device):
+@pytest.mark.parametrize("kv_heads, terms", [(1, False), (2, False), (2, True)])
+def test_keep_attention_of_a_packed_batch(kv_heads, terms, backend, device):
+    """With terms of the scores as well, which the module hands on."""
     m = ff.MultiHeadedAttention(2, 16, 0.0, kv_heads).to(device)
     m.keep_attention = True
     x, lengths = torch.randn(2, 5, 16, device=device), torch.tensor([5, 3], device=device)
-    out, padded = m(x, x, x, key_lengths=lengths), m.attn
     tokens, packing = ff.unpad(x, lengths)
-    packed = m(tokens, tokens, tokens, packing)
+    given, of_keys, of_tokens = {}, {}, {}
+    if terms:
+        given = dict(is_causal=True, alibi_slopes=torch.rand(2, 2, device=device), softcap=2.0)
+        bias = torch.randn(2, 5, device=device)
+        of_keys = dict(bias=bias[:, None, None])
+        of_tokens = dict(bias=ff.unpad(bias, packing)[0], causal_alignment="bottom_right")
+    out, padded = m(x, x, x, key_lengths=lengths, **given, **of_keys), m.attn
+    packed = m(tokens, tokens, tokens, packing, **given, **of_tokens)
     torch.testing.assert_close(packed, ff.unpad(out, lengths)[0])
     torch.testing.assert_close(m.attn[0], padded[0])
     torch.testing.assert_close(m.attn[1, :, :3], padded[1, :, :3])
     assert (m.attn[1, :, 3:] == 0).all()
-    want, tail = m.attn, torch.full((2, 16), torch.nan, device=device)
-    indices = torch.cat([packing.indices, packing.indices[:2]])  # two rows past the last sequence
-    longer = torch.cat([tokens, tail])
-    m(longer, longer, longer, dataclasses.replace(packing, indices=indices))
+    want = m.attn  # from here on there are two rows past the last sequence
+    packing = dataclasses.replace(packing, indices=F.pad(packing.indices, (0, 2)))
+    longer = F.pad(tokens, (0, 0, 0, 2), value=torch.nan)
+    if terms:
+        of_tokens["bias"] = F.pad(of_tokens["bias"], (0, 2), value=torch.nan)
+    m(longer, longer, longer, packing, **given, **of_tokens)
     torch.testing.assert_close(m.attn, want)
-
-
-def test_attention_of_a_packed_batch_with_terms(backend, device):
-    """The module hands them on, and keeps the weights that belong to them."""
-    m = ff.MultiHeadedAttention(2, 16, 0.0).to(device)
-    m.keep_attention = True
-    x, lengths = torch.randn(2, 5, 16, device=device), torch.tensor([5, 3], device=device)
-    bias = torch.randn(2, 5, device=device)
-    given = dict(is_causal=True, alibi_slopes=torch.rand(2, 2, device=device), softcap=2.0)
-    padded = m(x, x, x, key_lengths=lengths, bias=bias[:, None, None], **given)
-    want, (tokens, packing) = m.attn, ff.unpad(x, lengths)
-    given |= dict(causal_alignment="bottom_right", bias=ff.unpad(bias, packing)[0])
-    packed = m(tokens, tokens, tokens, packing, **given)
-    torch.testing.assert_close(packed, ff.unpad(padded, packing)[0])
-    torch.testing.assert_close(m.attn[0], want[0])
-    torch.testing.assert_close(m.attn[1, :, :3], want[1, :, :3])
 
 
 # ------------------------------------------------------------------------------------ padding masks
@@ -404,16 +336,8 @@ def test_padding_is_skipped(make, device):
         (lambda x, n, p: ff.unpad(x[0, 0], n), ValueError, r"expected \[B, S, ...\]"),
         (lambda x, n, p: ff.unpad(x, n.float()), TypeError, "lengths has dtype torch.float32"),
         (lambda x, n, p: ff.unpad(x, n[:1]), ValueError, r"lengths has shape \[1\]; expected"),
-        (
-            lambda x, n, p: ff.unpad(x, x[..., 0] == 0),
-            ValueError,
-            r"\[B\] = \[2\], as mask.sum\(1\)",
-        ),
-        (
-            lambda x, n, p: ff.unpad(x, n > 3),
-            TypeError,
-            "lengths has dtype torch.bool; expected int",
-        ),
+        (lambda x, n, p: ff.unpad(x, x[..., 0] == 0), ValueError, r"\[2\], as mask.sum\(1\)"),
+        (lambda x, n, p: ff.unpad(x, n > 3), TypeError, "has dtype torch.bool; expected int"),
         (lambda x, n, p: ff.unpad(x, n + 3), ValueError, "lengths holds 7; expected"),
         (lambda x, n, p: ff.unpad(x, n - 3), ValueError, "lengths holds -1; expected"),
         (lambda x, n, p: ff.unpad(x[:, :3], p), ValueError, "as it was packed"),

@@ -24,10 +24,8 @@ def eager(query, key, value, pair_bias, mask):
 
 def inputs(device, dtype=torch.float32):
     shapes = *[(B, R, H, S, D)] * 3, (B, 1, H, S, S)
-    mask = (
-        torch.arange(S, device=device)
-        < torch.tensor([[S] * R, [9, 3, S, 1, 12]], device=device)[..., None]
-    )
+    lengths = torch.tensor([[S] * R, [9, 3, S, 1, 12]], device=device)
+    mask = torch.arange(S, device=device) < lengths[..., None]
     return [torch.randn(s, device=device).to(dtype) for s in shapes], mask
 
 

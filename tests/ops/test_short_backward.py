@@ -32,18 +32,32 @@ def memory_of_nan():
 
 
 @contextlib.contextmanager
-def by(kernel):
-    """Compute the backward by a kernel, or by `separate kernels`, where it takes the call. Yield
-    the list of the names of the kernels that are launched.
+def by(kernel, narrow=True):
+    """On the backend triton, compute the backward by a kernel, or by `separate kernels`, where it
+    takes the call; by `scratch` with one tile of keys, too. narrow: tiles of 32 queries, and for
+    `scratch` of 32 keys, so that the calls have several. Yield the list of the names of the kernels
+    that are launched.
     """
-    names, start = [], launch.Launch.__call__
+    names, start, tiles = [], launch.Launch.__call__, short_backward.tiles
+    forced = "scratch" if kernel == "one tile" else kernel
 
     def call(self, *pointers):
         names.append(self._kernel.fn.__name__.removesuffix("_kernel"))
         start(self, *pointers)
 
-    with pytest.MonkeyPatch.context() as patch, tuned.forced({plan.SHORT_KEY: kernel}):
+    def narrower(name, call):
+        given = tiles(name, call)
+        columns = 32 if name == "scratch" == kernel else 1024
+        return given and given._replace(BM=min(32, given.BM), BN=min(columns, given.BN))
+
+    with (
+        use_backend("triton"),
+        tuned.forced({plan.SHORT_KEY: forced}),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(launch.Launch, "__call__", call)
+        if narrow and not torch.cuda.is_available():
+            patch.setattr(short_backward, "tiles", narrower)
         yield names
 
 
@@ -52,6 +66,10 @@ def qkv(device, sq=70, sk=90, d=16, dv=None, h=2, g=None, b=2, dtype=torch.float
     shapes = (h, sq, d), (g or h, sk, d), (g or h, sk, dv or d)
     q, k, v = (torch.randn(b, *shape, device=device) for shape in shapes)
     return {"query": (3 * q).to(dtype), "key": k.to(dtype), "value": v.to(dtype)}
+
+
+def on(device, given):
+    return {n: x.to(device) if torch.is_tensor(x) else x for n, x in given.items()}
 
 
 def attend(**given):
@@ -77,38 +95,33 @@ FULL[1, :, 7] = False  # a query that sees no key
 NO_KEYS = key_mask(2, 1, 1, 90)
 NO_KEYS[1] = False  # a sequence that sees no key
 LENGTHS = torch.tensor([0, 67])
+BOTTOM_RIGHT = dict(is_causal=True, causal_alignment="bottom_right")
 CALLS = {
-    "plain": ({}, {}),
-    "causal": ({}, dict(is_causal=True)),
-    "causal, more queries": (dict(sk=40), dict(is_causal=True)),
-    "bottom-right": ({}, dict(is_causal=True, causal_alignment="bottom_right")),
-    "bottom-right, queries without keys": (
-        dict(sq=90, sk=20),
-        dict(is_causal=True, causal_alignment="bottom_right"),
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "causal, more queries": dict(sk=40, is_causal=True),
+    "bottom-right": BOTTOM_RIGHT,
+    "bottom-right, queries without keys": dict(sq=90, sk=20, **BOTTOM_RIGHT),
+    "a bound to the right": dict(window=(None, 20)),
+    "lengths": dict(key_lengths=LENGTHS),
+    "mask": dict(attn_mask=key_mask(2, 1, 1, 90)),
+    "mask of heads, shared keys": dict(
+        h=4, g=2, attn_mask=key_mask(2, 4, 1, 90), key_lengths=LENGTHS + 20
     ),
-    "a bound to the right": ({}, dict(window=(None, 20))),
-    "lengths": ({}, dict(key_lengths=LENGTHS)),
-    "mask": ({}, dict(attn_mask=key_mask(2, 1, 1, 90))),
-    "mask of heads, shared keys": (
-        dict(h=4, g=2),
-        dict(attn_mask=key_mask(2, 4, 1, 90), key_lengths=LENGTHS + 20),
+    "mask without keys, dropout": dict(attn_mask=NO_KEYS, **DROPOUT),
+    "2-D mask, causal, lengths, dropout": dict(
+        attn_mask=FULL, is_causal=True, key_lengths=LENGTHS + 20, **DROPOUT
     ),
-    "mask without keys, dropout": ({}, dict(attn_mask=NO_KEYS, **DROPOUT)),
-    "2-D mask, causal, lengths, dropout": (
-        {},
-        dict(attn_mask=FULL, is_causal=True, key_lengths=LENGTHS + 20, **DROPOUT),
+    "dropout, causal": dict(is_causal=True, **DROPOUT),
+    "shared keys, causal, dropout": dict(h=6, g=2, is_causal=True, **DROPOUT),
+    "bias": dict(bias=drawn(2, 70, 90)),
+    "bias of keys, mask": dict(
+        bias=(4 * drawn(2, 1, 1, 90)).masked_fill(~NO_KEYS, -torch.inf), **DROPOUT
     ),
-    "dropout, causal": ({}, dict(is_causal=True, **DROPOUT)),
-    "shared keys, causal, dropout": (dict(h=6, g=2), dict(is_causal=True, **DROPOUT)),
-    "bias": ({}, dict(bias=drawn(2, 70, 90))),
-    "bias of keys, mask": (
-        {},
-        dict(bias=(4 * drawn(2, 1, 1, 90)).masked_fill(~NO_KEYS, -torch.inf), **DROPOUT),
-    ),
-    "large bias, 2-D mask": ({}, dict(bias=1e9 * drawn(1, 90), attn_mask=FULL)),
-    "sinks": ({}, dict(sinks=torch.tensor([0.5, -torch.inf]), key_lengths=LENGTHS)),
-    "other dims, negative scale": (dict(d=40), dict(scale=-0.2)),
-    "128 wide, other dims of values": (dict(d=128, dv=72), dict(is_causal=True, **DROPOUT)),
+    "large bias, 2-D mask": dict(bias=1e9 * drawn(1, 90), attn_mask=FULL),
+    "sinks": dict(sinks=torch.tensor([0.5, -torch.inf]), key_lengths=LENGTHS),
+    "other dims, negative scale": dict(d=40, scale=-0.2),
+    "128 wide, other dims of values": dict(d=128, dv=72, is_causal=True, **DROPOUT),
 }
 
 
@@ -123,29 +136,13 @@ CALLS = {
 )
 def test_gradients(device, against_oracle, kernel, call):
     """With the gradient of lse in every other call, and keys in one tile and in several."""
-    sizes, options = CALLS[call]
-    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
+    options = on(device, CALLS[call])
+    sizes = {n: options.pop(n) for n in ("sq", "sk", "d", "dv", "h", "g") if n in options}
     function = (attend, attend_and_lse)[list(CALLS).index(call) % 2]
     x = qkv(device, **sizes)
-    with use_backend("triton"), by(kernel) as names, narrow(kernel):
+    with by(kernel) as names:
         against_oracle(lambda **given: function(**given, **options), x)
     assert names == ["forward", ONE] or x["query"].is_cuda  # float32
-
-
-@contextlib.contextmanager
-def narrow(kernel):
-    """Tiles of 32 queries, and for `scratch` of 32 keys, so that the calls have several."""
-    tiles = short_backward.tiles
-
-    def narrower(name, call):
-        given = tiles(name, call)
-        columns = 32 if name == "scratch" == kernel else 1024
-        return given and given._replace(BM=min(32, given.BM), BN=min(columns, given.BN))
-
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(short_backward, "tiles", narrower)
-        yield
 
 
 SIZES = [
@@ -170,7 +167,7 @@ def test_odd_sizes(device, against_oracle, kernel, sizes):
         x = dict(zip(x, torch.stack([*x.values()]).permute(1, 3, 0, 2, 4).contiguous()
                      .permute(2, 0, 3, 1, 4)))  # fmt: skip
     options = dict(is_causal=sq > 1, **DROPOUT) if number % 2 and sq > 1 else {}
-    with use_backend("triton"), by(kernel) as names:
+    with by(kernel, narrow=False) as names:
         against_oracle(attend, x, small=max(sizes) < 64, **options)
     assert ONE in names or torch.cuda.is_available()
 
@@ -178,25 +175,20 @@ def test_odd_sizes(device, against_oracle, kernel, sizes):
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(device, against_oracle, causal):
     """Shared keys, and sequences without queries, without keys, and of several tiles."""
-    q_lengths, k_lengths = (40, 0, 7, 70, 1), (40, 3, 0, 90, 33)
-    offsets = {
-        f"cu_seqlens_{name}": torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32)
-        for name, n in (("q", q_lengths), ("k", k_lengths))
-    }
-    x = qkv(device, sum(q_lengths), sum(k_lengths), h=4, g=2, b=1)
+    options = dict(BOTTOM_RIGHT if causal else {}, **DROPOUT, max_q=70, max_k=90)
+    for name, lengths in (("q", (40, 0, 7, 70, 1)), ("k", (40, 3, 0, 90, 33))):
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        options[f"cu_seqlens_{name}"] = ends.to(device)
+    x = qkv(device, 118, 166, h=4, g=2, b=1)
     x = {name: t.squeeze(0).transpose(0, 1) for name, t in x.items()}
-    options = dict(
-        {name: t.to(device) for name, t in offsets.items()}, max_q=70, max_k=90, is_causal=causal,
-        causal_alignment="bottom_right" if causal else "top_left", **DROPOUT,
-    )  # fmt: skip
-    with use_backend("triton"), by("scratch") as names, narrow("scratch"):
+    with by("scratch") as names:
         against_oracle(functional.packed_attention, x, **options)
     assert ONE in names or torch.cuda.is_available()
 
 
 def gradients(x, kernel, function=attend_and_lse, wanted=("query", "key", "value"), **options):
     leaves = {name: t.detach().requires_grad_(name in wanted) for name, t in x.items()}
-    with use_backend("triton"), by(kernel) as names:
+    with by(kernel) as names:
         out = function(**leaves, **options)
         grads = torch.autograd.grad(out.float().square().sum(), [leaves[n] for n in wanted])
     return dict(zip(wanted, grads)), names
@@ -205,17 +197,16 @@ def gradients(x, kernel, function=attend_and_lse, wanted=("query", "key", "value
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("hides", ["lengths", "mask"])
 def test_hidden_keys_may_hold_nan(device, kernel, hides):
-    options = dict(key_lengths=LENGTHS.to(device)) if hides == "lengths" else {}
-    options |= dict(attn_mask=NO_KEYS.to(device)) if hides == "mask" else {}
-    hidden = ~NO_KEYS[:, 0, 0] if hides == "mask" else torch.arange(90) >= LENGTHS[:, None]
+    options, hidden = dict(attn_mask=NO_KEYS), ~NO_KEYS[:, 0, 0]
+    if hides == "lengths":
+        options, hidden = dict(key_lengths=LENGTHS), torch.arange(90) >= LENGTHS[:, None]
     found = []
     for poison in (0.0, torch.nan, torch.inf):
         torch.manual_seed(1)
         x = qkv(device)
         for name in ("key", "value"):
             x[name][hidden[:, None].expand(-1, 2, -1).to(device)] = poison
-        with narrow(kernel):
-            found.append(gradients(x, kernel, **options, **DROPOUT)[0])
+        found.append(gradients(x, kernel, **on(device, options), **DROPOUT)[0])
     for name, grad in found[0].items():
         assert grad.any() and grad.isfinite().all()
         assert all(torch.equal(grad, other[name]) for other in found[1:])
@@ -230,9 +221,7 @@ PAST = {
     "mask, a bound to the right": dict(attn_mask=LEFT, window=(None, 0)),
     "causal": dict(is_causal=True),
     "lengths, causal": dict(key_lengths=torch.tensor([0, 30]), is_causal=True),
-    "lengths, bottom-right": dict(
-        key_lengths=torch.tensor([10, 20]), is_causal=True, causal_alignment="bottom_right"
-    ),
+    "lengths, bottom-right": dict(key_lengths=torch.tensor([10, 20]), **BOTTOM_RIGHT),
     "2-D mask, causal": dict(attn_mask=ROWS, is_causal=True),
     "bias, causal": dict(bias=drawn(2, 20, 40, seed=5), is_causal=True),
     "bias, mask, causal": dict(bias=drawn(20, 40, seed=6), attn_mask=LEFT, is_causal=True),
@@ -276,24 +265,18 @@ def test_queries_past_the_end_have_no_weights(device, against_oracle, kernel, ca
         if hopper:
             launched = stack.enter_context(hopper_calls.simulated_backward(keys=keys))
         else:
-            stack.enter_context(use_backend("triton"))
-            launched = stack.enter_context(by("scratch" if kernel == "one tile" else kernel))
-            stack.enter_context(narrow(kernel))
+            launched = stack.enter_context(by(kernel))
         x, options = (on(device, tensors) for tensors in (x, options))
         against_oracle(lambda **given: function(**given, **options), x, small=True)
     one = kernel not in (plan.SEPARATE, "Hopper")
     assert launched and (hopper or (ONE in launched) == one or device.type == "cuda")
 
 
-def on(device, tensors):
-    return {n: t.to(device) if torch.is_tensor(t) else t for n, t in tensors.items()}
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_gradient_of_lse_where_no_key_is_seen(device, kernel):
     """Is not used: lse is -inf there, and what a caller makes of that may be NaN."""
     x = {name: t.requires_grad_() for name, t in qkv(device, sk=40).items()}
-    with use_backend("triton"), by(kernel), narrow(kernel):
+    with by(kernel):
         out, lse = attend(**x, return_lse=True, attn_mask=NO_KEYS[..., :40].to(device))
         given = torch.where(lse == -torch.inf, torch.nan, 1.0)
         grads = torch.autograd.grad((out, lse), list(x.values()), (torch.ones_like(out), given))
@@ -321,28 +304,27 @@ def test_every_run_gives_the_same_bits(device, kernel, monkeypatch):
     torch.manual_seed(3)
     x = qkv(device, sq=20, sk=40, h=4, g=4 if kernel == "tiny" else 2)
     options = dict(is_causal=True, key_lengths=torch.tensor([40, 30], device=device), **DROPOUT)
-    with narrow(kernel):
-        first, _ = gradients(x, kernel, **options)
-        for _ in range(20 if torch.cuda.is_available() else 1):
-            again, _ = gradients(x, kernel, **options)
-            assert all(torch.equal(first[name], grad) for name, grad in again.items())
-        if torch.cuda.is_available():
-            return
-        from triton.runtime.interpreter import InterpreterBuilder
+    first, _ = gradients(x, kernel, **options)
+    for _ in range(20 if torch.cuda.is_available() else 1):
+        again, _ = gradients(x, kernel, **options)
+        assert all(torch.equal(first[name], grad) for name, grad in again.items())
+    if torch.cuda.is_available():
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
 
-        start, ran = InterpreterBuilder.set_grid_idx, []
-        for programs, order in ((1, (0,)), (3, (2, 0, 1)), (4, (3, 1, 2, 0))):
+    start, ran = InterpreterBuilder.set_grid_idx, []
+    for programs, order in ((1, (0,)), (3, (2, 0, 1)), (4, (3, 1, 2, 0))):
 
-            def elsewhere(self, i, *rest, order=order):
-                i = order[i] if self.grid_dim[0] == len(order) else i
-                ran.append(i)
-                start(self, i, *rest)
+        def elsewhere(self, i, *rest, order=order):
+            i = order[i] if self.grid_dim[0] == len(order) else i
+            ran.append(i)
+            start(self, i, *rest)
 
-            monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", elsewhere)
-            monkeypatch.setattr(short_backward, "processors", lambda device, n=programs: n)
-            again, names = gradients(x, kernel, **options)
-            assert names[-1] == ONE and ran[-programs:] == [*order]
-            assert all(torch.equal(first[name], grad) for name, grad in again.items())
+        monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", elsewhere)
+        monkeypatch.setattr(short_backward, "processors", lambda device, n=programs: n)
+        again, names = gradients(x, kernel, **options)
+        assert names[-1] == ONE and ran[-programs:] == [*order]
+        assert all(torch.equal(first[name], grad) for name, grad in again.items())
 
 
 # --------------------------------------------------------------------------- what is launched, when
@@ -381,52 +363,40 @@ def test_explain_names_the_kernel(device):
     def explained(arch="sm_90", b=64, s=128, d=64, wanted=3, dtype=torch.float16, **options):
         shape = dict(dtype=dtype, device="meta")
         x = [torch.empty(b, 2, s, d, **shape).requires_grad_(n < wanted) for n in range(3)]
-        call = Attention(
-            **dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1) | options
-        )
+        given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1) | options
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plan, "architecture", lambda device: arch)
             patch.setattr(short_backward, "processors", lambda device: 128)
             launch.plans.clear()
-            return launchers.describe(*x, call) or ""
+            return launchers.describe(*x, Attention(**given)) or ""
 
     one = "the backward is one kernel, "
     assert explained() == explained(s=100) == one + "tiny"
     assert explained(s=129) == explained(s=512) == explained(d=128) == one + "scratch"
     assert explained("sm_80") == explained("sm_86") == one + "scratch"
-    slower = (
-        "not the backward in one kernel: separate kernels are expected or measured to be faster"
-    )
+    refused = "not the backward in one kernel: "
+    slower = refused + "separate kernels are expected or measured to be faster"
     assert explained("sm_80", s=129) == explained("sm_100") == slower
     assert slower in explained(s=512, b=16)
     assert explained(s=513) == explained(dtype=torch.float32, arch="sm_80") == ""
     assert explained(wanted=0) == ""
-    why = "not the backward in one kernel: it takes no call with "
-    assert why + "a softcap" in explained(softcap=3.0)
-    assert why + "ALiBi" in explained(alibi_slopes=torch.empty(2, device="meta"))
+    assert refused + "it takes no call with a softcap" in explained(softcap=3.0)
+    slopes = torch.empty(2, device="meta")
+    assert refused + "it takes no call with ALiBi" in explained(alibi_slopes=slopes)
     assert "it computes the gradients of query, key and value, all three" in explained(wanted=1)
 
 
 def test_every_feature_in_several_tiles(device, against_oracle):
-    large = dict(sq=70, sk=90, d=16)
     hidden = torch.arange(90) < torch.tensor([[67], [30]])
     for kernel, sizes, options in (
-        ("tiny", dict(large, h=3), dict(attn_mask=NO_KEYS, is_causal=True, **DROPOUT)),
-        ("scratch", dict(large, h=4, g=2), dict(key_lengths=LENGTHS, is_causal=True, **DROPOUT)),
-        (
-            "scratch",
-            dict(large, dv=24),
-            dict(bias=10 * drawn(70, 90), attn_mask=hidden[:, None, None]),
-        ),
-        ("scratch", dict(large, sq=90, sk=40), dict(is_causal=True)),
-        (
-            "scratch",
-            dict(large, sq=90, sk=40),
-            dict(is_causal=True, causal_alignment="bottom_right", key_lengths=LENGTHS // 2),
-        ),
+        ("tiny", dict(h=3), dict(attn_mask=NO_KEYS, is_causal=True, **DROPOUT)),
+        ("scratch", dict(h=4, g=2), dict(key_lengths=LENGTHS, is_causal=True, **DROPOUT)),
+        ("scratch", dict(dv=24), dict(bias=10 * drawn(70, 90), attn_mask=hidden[:, None, None])),
+        ("scratch", dict(sq=90, sk=40), dict(is_causal=True)),
+        ("scratch", dict(sq=90, sk=40), dict(**BOTTOM_RIGHT, key_lengths=LENGTHS // 2)),
     ):
         x, options = qkv(device, **sizes), dict(options)
-        with use_backend("triton"), by(kernel) as names, narrow(kernel):
+        with by(kernel) as names:
             against_oracle(lambda x=x, options=options, **g: attend_and_lse(**g, **options), x)
         assert ONE in names
     test_packed(device, against_oracle, True)

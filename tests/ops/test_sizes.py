@@ -19,6 +19,7 @@ from fastformer.kernels.rotary import _span
 
 GPU = torch.cuda.is_available()
 S, ROWS, WIDTH, CLASSES = (2048, 4096, 512, 32768) if GPU else (48, 6, 16, 33)
+SHORT, MANY_HEADS = (128, 132) if GPU else (16, 6)
 SEED = 20170612
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
@@ -35,12 +36,9 @@ ATTENTION = {
     "window": dict(window=(S // 4, 0)),
     "grouped heads": dict(groups=2, is_causal=True),
     "block mask": dict(blocks=True, dropout_p=0.1),
-    "short": dict(length=128, lengths=True, dropout_p=0.1),
-    "short, many heads": dict(length=256, heads=132, lengths=True, dropout_p=0.1),
+    "short": dict(length=SHORT, lengths=True, dropout_p=0.1),
+    "short, many heads": dict(length=2 * SHORT, heads=MANY_HEADS, lengths=True, dropout_p=0.1),
 }
-if not GPU:
-    ATTENTION["short"]["length"], ATTENTION["short, many heads"]["length"] = 16, 32
-    ATTENTION["short, many heads"]["heads"] = 6
 CALLS = [(EVERYTHING, d, x) for d in ((16, 32, 64, 128, 256) if GPU else (16, 32)) for x in DTYPES]
 OTHERS = [case for case in ATTENTION if case != EVERYTHING]
 CALLS += [(case, d, torch.bfloat16) for case in OTHERS for d in ((64, 128) if GPU else (16,))]
@@ -72,12 +70,11 @@ def kernels():
 
 @pytest.mark.parametrize("case, d, dtype", CALLS, ids=IDS, indirect=["dtype"])
 def test_attention(against_oracle, random, device, case, d):
-    options = {"length": S, "heads": 4, **ATTENTION[case]}
-    length, heads = options.pop("length"), options.pop("heads")
-    tensors = {"query": random(2, heads, length, d, scale=1.5)}
+    options = dict(ATTENTION[case])
+    length, heads = options.pop("length", S), options.pop("heads", 4)
     groups = options.pop("groups", heads)
-    for name in ("key", "value"):
-        tensors[name] = random(2, groups, length, d, scale=1.5)
+    tensors = {"query": random(2, heads, length, d, scale=1.5)}
+    tensors |= {name: random(2, groups, length, d, scale=1.5) for name in ("key", "value")}
     if options.pop("mask", False):
         options["attn_mask"] = torch.rand(2, 1, length, length, device=device) < 0.8
     if options.pop("blocks", False):
@@ -89,23 +86,17 @@ def test_attention(against_oracle, random, device, case, d):
         options["key_lengths"] = torch.tensor([length // 2 + 1, length], device=device)
     if "dropout_p" in options:
         options["dropout_seed"] = SEED
-    given = dict(options, enable_gqa=groups != heads)
-    against_oracle(ff.scaled_dot_product_attention, tensors, **given)
+    options["enable_gqa"] = groups != heads
+    against_oracle(ff.scaled_dot_product_attention, tensors, **options)
 
 
 def test_packed(against_oracle, random, device):
     offsets = torch.tensor([0, S // 4 + 1, 2 * S], device=device, dtype=torch.int32)
-    tensors = {
-        name: random(2 * S, 4, 64 if GPU else 16, scale=1.5) for name in ("query", "key", "value")
-    }
-    longest = 2 * S - S // 4 - 1
-
-    def packed(**given):
-        return ff.packed_attention(
-            **given, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=longest, max_k=longest
-        )
-
-    against_oracle(packed, tensors, dropout_p=0.1, dropout_seed=SEED, is_causal=True)
+    shape, longest = (2 * S, 4, 64 if GPU else 16), 2 * S - S // 4 - 1
+    tensors = {name: random(*shape, scale=1.5) for name in ("query", "key", "value")}
+    options = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=longest, max_k=longest)
+    options |= dict(dropout_p=0.1, dropout_seed=SEED, is_causal=True)
+    against_oracle(ff.packed_attention, tensors, **options)
 
 
 @pytest.mark.parametrize("d", (64, 128) if GPU else (16, 32))
@@ -120,34 +111,32 @@ def test_decoding(against_oracle, random, device, d):
     against_oracle(ff.scaled_dot_product_attention, tensors, **options)
 
 
+def joined(op, dim=0):
+    """The op, with both of its outputs in one tensor."""
+    return lambda **given: torch.cat(op(**given), dim)
+
+
 @EVERY_DTYPE
 def test_norms(against_oracle, random):
-    _check_norms(against_oracle, random, ROWS, WIDTH)
+    check_norms(against_oracle, random, WIDTH)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [8 * WIDTH, 32 * WIDTH])
 def test_wide_norms(against_oracle, random, width):
-    _check_norms(against_oracle, random, ROWS * WIDTH // width, width)
+    check_norms(against_oracle, random, width)
 
 
-def _check_norms(against_oracle, random, rows, width):
+def check_norms(against_oracle, random, width):
+    rows, dropout = ROWS * WIDTH // width, dict(dropout_p=0.1, dropout_seed=SEED)
     tensors = {"input": random(rows, width), "weight": random(width)}
     against_oracle(ff.rms_norm, tensors, normalized_shape=width)
-    added = tensors | {"residual": random(rows, width)}
-    against_oracle(_both_of_rms, added, dropout_p=0.1, dropout_seed=SEED)
-    tensors["bias"] = random(width)
-    against_oracle(ff.layer_norm, tensors, normalized_shape=width)
     tensors["residual"] = random(rows, width)
-    against_oracle(_both, tensors, dropout_p=0.1, dropout_seed=SEED)
-
-
-def _both_of_rms(**given):
-    return torch.cat(ff.dropout_add_rms_norm(**given))
-
-
-def _both(**given):
-    return torch.cat(ff.dropout_add_layer_norm(**given))
+    against_oracle(joined(ff.dropout_add_rms_norm), tensors, **dropout)
+    tensors["bias"] = random(width)
+    against_oracle(joined(ff.dropout_add_layer_norm), tensors, **dropout)
+    del tensors["residual"]
+    against_oracle(ff.layer_norm, tensors, normalized_shape=width)
 
 
 @EVERY_DTYPE
@@ -158,12 +147,8 @@ def test_rotary(against_oracle, random, norm):
     tensors["key"] = random(2, length, heads // 4, dim).transpose(1, 2)
     if norm:
         tensors |= {"query_norm": random(dim), "key_norm": random(dim)}
-    tables = zip(("cos", "sin"), ff.rotary_frequencies(dim, length, device=tensors["key"].device))
-    against_oracle(_both_turned, tensors, **dict(tables))
-
-
-def _both_turned(**given):
-    return torch.cat(ff.rotary_embedding(**given), 1)
+    cos, sin = ff.rotary_frequencies(dim, length, device=tensors["key"].device)
+    against_oracle(joined(ff.rotary_embedding, 1), tensors, cos=cos, sin=sin)
 
 
 @EVERY_DTYPE

@@ -48,18 +48,6 @@ def model_inputs(b, t, s):
     return ids(b, s), ids(b, t), None, None
 
 
-def masked_model_inputs(b, t, s):
-    return ids(b, s), ids(b, t), torch.ones(b, 1, s) > 0, ff.subsequent_mask(t)
-
-
-def padded(b, t, s):
-    return floats(b, t, D), torch.ones(b, 1, t)
-
-
-def masked(b, t, s):
-    return floats(b, t, D), torch.ones(t, t)
-
-
 class Call(nn.Module):
     """A function as a module."""
 
@@ -90,10 +78,6 @@ def models(**options):
 def rotary_decoder():
     options = dict(positions="rotary", qk_norm=True, kv_heads=1, max_len=POSITIONS)
     return ff.make_decoder(V, N=2, d_model=D * H, d_ff=F, h=H, **options).eval()
-
-
-def turned(query, key, angles):
-    return ff.rotary_embedding(query, key, angles.cos(), angles.sin(), query_norm=norm)
 
 
 def accelerated_encoder():
@@ -145,7 +129,10 @@ CASES = {
     "gated_activation": (lambda x: ff.gated_activation(x, x + 1.0), rows),
     "embed": (lambda x: ff.embed(x, w, None), tokens),
     "embed with positions": (lambda x: ff.embed(x, w, pe, 0.5, **drawn), tokens),
-    "rotary": (turned, lambda b, t, s: (floats(b, H, t, D), floats(b, 1, t, D), floats(t, D))),
+    "rotary": (
+        lambda q, k, x: ff.rotary_embedding(q, k, x.cos(), x.sin(), query_norm=norm),
+        lambda b, t, s: (floats(b, H, t, D), floats(b, 1, t, D), floats(t, D)),
+    ),
     "cross_entropy": (ff.cross_entropy, lambda b, t, s: (floats(b, t, V), ids(b, t))),
     "linear_cross_entropy": (
         lambda x, y: ff.linear_cross_entropy(x, w, y),
@@ -155,11 +142,14 @@ CASES = {
         lambda x, y: ff.linear_kl_div(x, w, y, w),
         lambda b, t, s: (floats(b, t, D), floats(b, t, D)),
     ),
-    "padding": (attention, padded),
-    "one mask for all": (attention, masked),
+    "padding": (attention, lambda b, t, s: (floats(b, t, D), torch.ones(b, 1, t))),
+    "one mask for all": (attention, lambda b, t, s: (floats(b, t, D), torch.ones(t, t))),
     "accelerate": (accelerated_encoder(), rows),
     "make_model": (model, model_inputs),
-    "make_model with masks": (model, masked_model_inputs),
+    "make_model with masks": (
+        model,
+        lambda b, t, s: (ids(b, s), ids(b, t), torch.ones(b, 1, s) > 0, ff.subsequent_mask(t)),
+    ),
     "make_model, other parts": (other_model, model_inputs),
     "make_decoder": (decoder, tokens),
     "make_decoder, rotary": (rotary_decoder(), tokens),

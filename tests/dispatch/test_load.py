@@ -73,9 +73,7 @@ def test_keys_of_kernels_do_not_depend_on_the_order_of_calls(fresh):
 
 
 def random_calls(device, count, ops=DRAWN, seed=0):
-    """Yield calls, of one op after the other, and what of their tensors has a gradient. All follows
-    from the seed.
-    """
+    """Yield calls of one op after the other, and their tensors with a gradient, from the seed."""
     for n in range(count):
         draw, case = Draw([seed, n], device, 40), ops[n % len(ops)]
         tensors, options, wanted = drawn(case, draw)
@@ -117,9 +115,9 @@ def caches():
     return {name: size for name, size in sizes.items() if name[1] != "plans"}
 
 
-def grown(device, count, ops=DRAWN, passes=5):
-    """(bytes, Python objects) a call that `passes` times `count` calls add to a process that has
-    made the same calls twice. The caches are as large as before.
+def grown(device):
+    """(bytes, Python objects) a call that five times `MANY` calls add to a process that has made
+    the same calls twice. The caches are as large as before.
 
     Two passes fill what is kept by shape. oneDNN, for one, compiles a primitive for each of the
     last 1024 shapes, which is 0.2 MB for each on a CPU with bfloat16 instructions. A stretch that
@@ -128,28 +126,18 @@ def grown(device, count, ops=DRAWN, passes=5):
 
     def make(passes):
         for _ in range(passes):
-            for call in random_calls(device, count, ops):
+            for call in random_calls(device, MANY):
                 results(*call)
 
     make(2)
     for _ in range(3):
         entries, before, objects = caches(), memory(), len(gc.get_objects())
-        make(passes)
+        make(5)
         gained = memory() - before, len(gc.get_objects()) - objects
         assert caches() == entries
-        gained = tuple(n / (passes * count) for n in gained)
-        if gained[0] < LEAK / 2:
+        if gained[0] / (5 * MANY) < LEAK / 2:
             break
-    return gained
-
-
-@pytest.fixture
-def plans():
-    """What attention keeps of its calls, empty before and after."""
-    plans = pytest.importorskip("fastformer.kernels.launch").plans
-    plans.clear()
-    yield plans
-    plans.clear()
+    return [n / (5 * MANY) for n in gained]
 
 
 NOTHING = {  # calls without rows
@@ -183,16 +171,16 @@ def idle(monkeypatch):
 
 
 @pytest.mark.with_all
-def test_memory_of_many_calls(backend, device, plans, idle, monkeypatch):
+def test_memory_of_many_calls(backend, device, idle, monkeypatch):
     """Neither memory nor what Python holds grows with the calls; plans, which may, are few."""
     launch = pytest.importorskip("fastformer.kernels.launch")
     monkeypatch.setattr(launch, "MOST_PLANS", 2)
-    size, objects = grown(device, MANY)
+    size, objects = grown(device)
     assert size < LEAK / 2 and objects < 1 / 20
 
 
 @pytest.mark.skipif(HAS_GPU, reason="thousands of launches")
-def test_many_plans(device, plans, idle, monkeypatch):
+def test_many_plans(device, idle, monkeypatch):
     """They stop at a number, however many shapes there are, and take some 4 KB each."""
     from fastformer.kernels import launch
 
@@ -209,7 +197,8 @@ def test_many_plans(device, plans, idle, monkeypatch):
         for queries in range(1, 48):
             for keys in range(1, 49):
                 call(queries, keys)
-            most, made = max(most, len(plans)), made | {hash(key) for key in plans}
+            most = max(most, len(launch.plans))
+            made |= {hash(key) for key in launch.plans}
     assert len(made) > 2 * launch.MOST_PLANS > 0
     assert most <= launch.MOST_PLANS
     assert memory() - before < launch.MOST_PLANS * (8 << 10)

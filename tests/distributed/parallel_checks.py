@@ -1,7 +1,5 @@
 """What the processes of parallel_worker.py check: functions of a folder that they share."""
 
-import functools
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,8 +100,8 @@ def step(model, compute, batch, ntokens=None):
     return loss.detach()
 
 
-def twice(compute, *arguments):
-    return 2 * compute(*arguments)
+def twice(compute):
+    return lambda *given: 2 * compute(*given)
 
 
 def own_rows(mesh):
@@ -138,7 +136,7 @@ def data_parallel(folder):
             for kind, options in ways():
                 model, compute, part = a_model(dtype, own_rows(mesh), packed)
                 layers = (*model.encoder.layers, *model.decoder.layers)
-                doubled = functools.partial(twice, compute)
+                doubled = twice(compute)
                 if "find_unused_parameters" in options:
                     model, doubled = WithLoss(model, doubled), None
                 placed = wrapped(kind, model, mesh, layers, options)
@@ -152,17 +150,16 @@ def data_parallel(folder):
 
 def accumulated(folder):
     """Two halves of the rows of a process, the first of them within `no_sync` of DDP."""
-    mesh = init_device_mesh("cpu", (2,))
+    first = own_rows(init_device_mesh("cpu", (2,))).start
     model, compute, batch = a_model(torch.float64)
     expected = step(model, compute, batch), gradients(model)
-    first = 2 * mesh.get_local_rank()
-    parts = [a_model(torch.float64, slice(first + i, first + i + 1))[2] for i in range(2)]
-    model, compute, _ = a_model(torch.float64)
-    placed, doubled = nn.parallel.DistributedDataParallel(model), functools.partial(twice, compute)
+    model, compute, one = a_model(torch.float64, slice(first, first + 1))
+    _, _, other = a_model(torch.float64, slice(first + 1, first + 2))
+    placed, doubled = nn.parallel.DistributedDataParallel(model), twice(compute)
     with ff.use_backend("reference"):
         with placed.no_sync():
-            loss = step(placed, doubled, parts[0], batch.ntokens)
-        loss += step(placed, doubled, parts[1], batch.ntokens)
+            loss = step(placed, doubled, one, batch.ntokens)
+        loss += step(placed, doubled, other, batch.ntokens)
     torch.distributed.all_reduce(loss)
     all_close("no_sync", (loss / 2, gradients(model)), expected)
 

@@ -12,26 +12,21 @@ import torch
 HERE = Path(__file__).parent
 
 
-def worker(folder, world, *words):
-    """Return the lines that parallel_worker.py prints, and its errors."""
+def run(folder, world, *checks, fails=0):
+    """Run checks of parallel_checks.py in a group of processes, each of which has to pass them."""
     if torch.cuda.is_available():
         pytest.skip("gloo processes on a CPU")
     process = subprocess.run(
-        [sys.executable, str(HERE / "parallel_worker.py"), str(world), str(folder), *words],
+        [sys.executable, str(HERE / "parallel_worker.py"), str(world), str(folder), *checks],
         capture_output=True,
         text=True,
         timeout=1200,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )
-    return [json.loads(line) for line in process.stdout.splitlines()], process.stderr[-4000:]
-
-
-def run(folder, world, *checks, fails=0):
-    """Run checks of parallel_checks.py in a group of processes, each of which has to pass them."""
-    found, errors = worker(folder, world, *checks)
+    found = [json.loads(line) for line in process.stdout.splitlines()]
     for one in found:
         assert not one["wrong"], f"rank {one['rank']}, {one['check']}:\n{one['wrong']}"
-    assert len(found) == (world - fails) * len(checks), errors
+    assert len(found) == (world - fails) * len(checks), process.stderr[-4000:]
 
 
 @pytest.mark.with_all

@@ -119,9 +119,8 @@ def test_batch_packed(device):
 
 def test_a_batch_of_padding_alone_is_packed(backend, device):
     model, compute = made(device, True)
-    batch = ff.Batch(
-        *(torch.zeros(2, n, dtype=torch.int64, device=device) for n in (3, 4)), packed=True
-    )
+    src, tgt = (torch.zeros(2, n, dtype=torch.int64, device=device) for n in (3, 4))
+    batch = ff.Batch(src, tgt, packed=True)
     assert batch.src.shape == (0,) and loss_of(model, compute, batch).item() == 0
 
 
@@ -175,12 +174,15 @@ def test_a_packed_batch_names_what_is_wrong(arguments, error, message):
 
 def test_models_name_what_is_wrong():
     padded, packed = batches("cpu", True)
-    model, _ = made("cpu", True)
-    decoder, _ = made("cpu", False)
+    model, decoder = (made("cpu", translates)[0] for translates in (True, False))
+    short, _ = made("cpu", False, max_len=4)
     src, tgt, of_src, of_tgt = packed.src, packed.tgt, packed.src_mask, packed.tgt_mask
-    short = ff.Batch(rows("cpu", b=2, lengths=(9, 2)), packed=True)
-    cache = ff.DecoderCache(12)
-    memory = model.encode(src, of_src)
+    fewer = ff.Batch(rows("cpu", b=2, lengths=(9, 2)), packed=True)
+    cache, memory, x = ff.DecoderCache(12), model.encode(src, of_src), torch.zeros(len(tgt), 16)
+    cut = type(of_tgt)(**{**vars(of_tgt), "indices": of_tgt.indices[1:]})
+    attend = model.decoder.layers[0].src_attn
+    kept, other = copy.deepcopy(attend), copy.deepcopy(decoder)
+    kept.keep_attention, other.embed = True, torch.nn.Embedding(V, 16)
     for call, error, message in (
         (lambda: model(src, tgt, of_src, None), TypeError, "tgt_mask is a NoneType; expected a P"),
         (lambda: model(src, tgt, padded.src_mask, of_tgt), TypeError, "src_mask is a Tensor; ex"),
@@ -188,34 +190,22 @@ def test_models_name_what_is_wrong():
         (lambda: model(src[1:], tgt, of_src, of_tgt), ValueError, "src has shape .*expected the"),
         (lambda: model(src, tgt[1:], of_src, of_tgt), ValueError, "tgt has shape .*expected the"),
         (lambda: model(src[:, None], tgt, of_src, of_tgt), ValueError, r"expected \[tokens\]"),
-        (lambda: model(short.src, tgt, short.src_mask, of_tgt), ValueError,
+        (lambda: model(fewer.src, tgt, fewer.src_mask, of_tgt), ValueError,
          "query_packing has 4 sequences; expected those of mask, 2"),
         (lambda: model.decode(memory, of_src, tgt, of_tgt, cache), ValueError, "cache is given"),
         (lambda: decoder(tgt, of_tgt, cache), ValueError, "cache is given together with a Packing"),
         (lambda: decoder(tgt[:-1], of_tgt), ValueError, "tokens has shape"),
+        (lambda: short(tgt, of_tgt), ValueError, "tokens; expected at most max_len = 4"),
+        (lambda: other(tgt, of_tgt), TypeError, "or of a packed batch"),
+        (lambda: attend(x, memory, memory, None, query_packing=of_tgt), ValueError,
+         "query_packing is given, and mask is a NoneType"),
+        (lambda: attend(x, memory, memory, of_src, query_packing="no"), TypeError,
+         "query_packing is a str; expected a Packing or None"),
+        (lambda: attend(x, memory, memory, of_src, query_packing=cut), ValueError,
+         "query has shape .*expected the"),
+        (lambda: kept(x, memory, memory, of_src, query_packing=of_tgt,
+                      causal_alignment="bottom_right"), ValueError,
+         "causal_alignment is 'bottom_right' beside"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()
-    attend = model.decoder.layers[0].src_attn
-    x = torch.zeros(len(tgt), 16)
-    for mask, given, error, message in (
-        (None, of_tgt, ValueError, "query_packing is given, and mask is a NoneType"),
-        (of_src, "no", TypeError, "query_packing is a str; expected a Packing or None"),
-        (
-            of_src,
-            packed.tgt_mask.__class__(**{**vars(of_tgt), "indices": of_tgt.indices[1:]}),
-            ValueError,
-            "query has shape .*expected the",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            attend(x, memory, memory, mask, query_packing=given)
-    attend.keep_attention = True
-    with pytest.raises(ValueError, match="causal_alignment is 'bottom_right' beside"):
-        attend(x, memory, memory, of_src, query_packing=of_tgt, causal_alignment="bottom_right")
-    decoder.embed = torch.nn.Embedding(V, 16)
-    with pytest.raises(TypeError, match="or of a packed batch"):
-        decoder(tgt, of_tgt)
-    short, _ = made("cpu", False, max_len=4)
-    with pytest.raises(ValueError, match="tokens; expected at most max_len = 4"):
-        short(tgt, of_tgt)

@@ -5,7 +5,9 @@ tests/proof/test_rehearsal.py captures over a driver that launches nothing.
 """
 
 import copy
+import functools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,12 +27,26 @@ def data(device="cpu"):
         yield Batch(x, x).to(device)
 
 
-def trained(batches=None, schedule=None, device="cpu", **options):
-    """Return the loss, the reports, the parameters and the last rates of an epoch with graphs."""
+def decay(optimizer):
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def made(device="cpu"):
+    """A model and its optimizer, which the tests find in `trained`."""
     torch.manual_seed(5)
-    model = trained.model = make_model(7, 7, 1, 16, 32, 2, 0.2).to(device).train()
-    optimizer = trained.optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    scheduler = (schedule or (lambda x: LambdaLR(x, lambda step: 1 / (1 + step))))(optimizer)
+    trained.model = make_model(7, 7, 1, 16, 32, 2, 0.2).to(device)
+    trained.optimizer = torch.optim.Adam(trained.model.parameters(), 0.01)
+    return trained.model, trained.optimizer
+
+
+def parameters():
+    return [p for options in trained.optimizer.param_groups for p in options["params"]]
+
+
+def trained(batches=None, schedule=decay, device="cpu", **options):
+    """Return the loss, the reports, the parameters and the last rates of an epoch with graphs."""
+    model, optimizer = made(device)
+    scheduler = schedule(optimizer)
     compute, reports = SimpleLossCompute(model.generator, LabelSmoothing(7, 0, 0.1)), []
     batches = [*data(device)] * 2 if batches is None else batches
     loss = run_epoch(
@@ -47,10 +63,8 @@ def captures(monkeypatch):
     captures = []
 
     def captured(function):
-        optimizer = trained.optimizer
-        parameters = [p for options in optimizer.param_groups for p in options["params"]]
-        state = [x for p in parameters for x in optimizer.state[p].values()]
-        saved = [(x, x.detach().clone()) for x in (*parameters, *state)]
+        state = [x for p in parameters() for x in trained.optimizer.state[p].values()]
+        saved = [(x, x.detach().clone()) for x in (*parameters(), *state)]
         generator = torch.get_rng_state()
         with Recorder() as recorder:
             out = function()
@@ -97,12 +111,9 @@ def test_fit_replays_in_all_of_its_epochs(captures, monkeypatch, tmp_path):
 
     def fitted(name, epochs, graphs=16):
         monkeypatch.setattr(updates, "MOST_GRAPHS", graphs)
-        torch.manual_seed(5)
-        model = make_model(7, 7, 1, 16, 32, 2, 0.2)
-        optimizer = trained.optimizer = torch.optim.Adam(model.parameters(), 0.01)
-        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer = made()
         result = fit(
-            model, [*data()], optimizer=optimizer, scheduler=scheduler, epochs=epochs,
+            model, [*data()], optimizer=optimizer, scheduler=decay(optimizer), epochs=epochs,
             checkpoints=tmp_path / name, cuda_graph=True, progress=False,
         )  # fmt: skip
         return result.losses, [x.tolist() for x in model.state_dict().values()]
@@ -116,31 +127,22 @@ def test_fit_replays_in_all_of_its_epochs(captures, monkeypatch, tmp_path):
 def test_numbers_of_the_optimizer_that_change_are_not_replayed(captures, monkeypatch):
     """OneCycleLR changes Adam's betas, which a graph would keep."""
 
-    def schedule(optimizer):
-        return OneCycleLR(optimizer, 0.01, total_steps=20)
-
+    schedule = functools.partial(OneCycleLR, max_lr=0.01, total_steps=20)
     want = eager(monkeypatch, schedule=schedule)
     have = trained(schedule=schedule)
     assert captures == [] and have[1] == want[1]
 
 
-class Numbers:
-    """A schedule that assigns numbers."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def step(self):
-        (options,) = self.optimizer.param_groups
-        options["lr"] = float(options["lr"]) * 0.7
-
-    def get_last_lr(self):
-        return [self.optimizer.param_groups[0]["lr"]]
-
-
 def test_a_learning_rate_that_is_assigned_is_not_replayed(captures, monkeypatch):
+    """By a schedule that assigns numbers."""
+
+    def numbers(optimizer):
+        (options,) = optimizer.param_groups
+        step = lambda: options.update(lr=float(options["lr"]) * 0.7)  # noqa: E731
+        return SimpleNamespace(step=step, get_last_lr=lambda: [options["lr"]])
+
     want = eager(monkeypatch, schedule=lambda x: LambdaLR(x, lambda step: 0.7**step))
-    have = trained(schedule=Numbers)
+    have = trained(schedule=numbers)
     assert len(captures) == 2 and have[3] == pytest.approx(want[3])
     assert [x for _, x in have[1]] == pytest.approx([x for _, x in want[1]], rel=1e-3)
 
@@ -174,10 +176,6 @@ def test_gradients_are_those_of_the_last_update(captures, monkeypatch):
     assert len(captures) == 2
     for p, grad in zip(parameters(), want):
         assert torch.equal(p.grad, grad)
-
-
-def parameters():
-    return [p for options in trained.optimizer.param_groups for p in options["params"]]
 
 
 def test_shapes_beyond_the_most_run_step_by_step(captures, monkeypatch):

@@ -1,5 +1,6 @@
 """scaled_dot_product_attention on both backends, against the written-out formula in float64."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -13,9 +14,10 @@ from fastformer import use_backend
 from fastformer.description import Attention, pack
 from fastformer.ops import functional
 
+attend = functional.scaled_dot_product_attention
+
 B, H, SQ, SK, D = 2, 2, 65, 127, 40
-LOW = [torch.float16, torch.bfloat16]
-FLOATS = [torch.float32, *LOW]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def qkv(
@@ -124,10 +126,6 @@ def sunk(device, b=B, h=H, sq=SQ, sk=SK):
     }
 
 
-def masked_rows(out):
-    return out.detach().abs().sum(-1) == 0
-
-
 def every_option(device, dtype=torch.float32, b=B, h=H, sq=SQ, sk=SK):
     """(tensors, options) of a call by name: of masks, windows and the like, biases and sinks."""
     found = {name: ({}, x) for name, x in masks(device, b, h, sq, sk).items()}
@@ -141,13 +139,9 @@ def every_option(device, dtype=torch.float32, b=B, h=H, sq=SQ, sk=SK):
     return found
 
 
-def attend_in_groups(**inputs):
-    return functional.scaled_dot_product_attention(**inputs, enable_gqa=True)
-
-
 def with_lse(**inputs):
     """One tensor of both."""
-    out, lse = functional.scaled_dot_product_attention(**inputs, enable_gqa=True, return_lse=True)
+    out, lse = attend(**inputs, enable_gqa=True, return_lse=True)
     return torch.cat([out.flatten(), lse.flatten().to(out.dtype)])
 
 
@@ -159,7 +153,7 @@ def test_every_option(backend, device, against_oracle, case, dtype):
     more, options = every_option(device, dtype)[case]
     x = qkv(dtype=dtype, device=device) | more
     few = "sinks" in x
-    against_oracle(functional.scaled_dot_product_attention, x, small=few, **options)
+    against_oracle(attend, x, small=few, **options)
     if few and dtype == torch.float32:
         against_oracle(with_lse, x, **options)
 
@@ -176,7 +170,7 @@ def test_every_option_in_tiles(device, against_oracle, tiles, blocks, case):
         sizes = {"b": 2, "h": 2, "sq": sq, "sk": sk}
         more, options = every_option(device, **sizes)[case]
         x = qkv(**sizes, g=1, d=16, device=device) | more
-        function = with_lse if "sinks" in x else attend_in_groups
+        function = with_lse if "sinks" in x else functools.partial(attend, enable_gqa=True)
         with use_backend("triton"):
             against_oracle(function, x, **options)
 
@@ -190,7 +184,7 @@ def test_strided_masks_and_biases_in_whole_tiles(device, against_oracle, tiles, 
     x["bias"] = torch.randn(2, 1, rows, 96, device=device)[..., ::2]
     mask = (torch.rand(2, 1, rows, 96, device=device) > 0.4)[..., ::2]
     with use_backend("triton"):
-        against_oracle(functional.scaled_dot_product_attention, x, attn_mask=mask)
+        against_oracle(attend, x, attn_mask=mask)
 
 
 @pytest.mark.parametrize("shape", [(20, 48), (48,)], ids=str)
@@ -201,7 +195,7 @@ def test_a_bias_that_hides_a_whole_tile(device, against_oracle, tiles, shape):
     x["bias"] = torch.randn(shape, device=device)
     x["bias"][..., :16] = float("-inf")
     with use_backend("triton"):
-        against_oracle(functional.scaled_dot_product_attention, x)
+        against_oracle(attend, x)
 
 
 def test_a_band_drawn(backend, device):
@@ -210,7 +204,7 @@ def test_a_band_drawn(backend, device):
     v = torch.eye(6, device=device).expand(1, 1, 6, 6)
 
     def drawn(**options):
-        out = functional.scaled_dot_product_attention(q, k, v, **options)[0, 0]
+        out = attend(q, k, v, **options)[0, 0]
         return ["".join("x" if w > 0 else "." for w in row) for row in out]
 
     bottom = {"causal_alignment": "bottom_right"}
@@ -228,7 +222,7 @@ def test_alibi_by_hand(backend, device):
     v = torch.eye(5, device=device).expand(1, 1, 5, 5)
     slopes = torch.tensor([0.5], device=device)
     options = {"alibi_slopes": slopes, "causal_alignment": "bottom_right"}
-    out = functional.scaled_dot_product_attention(q, k, v, **options)
+    out = attend(q, k, v, **options)
     i, j = torch.arange(3, device=device).view(-1, 1), torch.arange(5, device=device)
     torch.testing.assert_close(out[0, 0], (-0.5 * (i + 2 - j).abs()).softmax(-1))
 
@@ -238,19 +232,19 @@ def test_a_floating_mask_is_a_bias(backend, device, against_oracle):
     mask = torch.zeros(B, 1, 1, 30, device=device)
     mask[0, ..., 20:] = float("-inf")
     mask[1, ..., 3] = torch.finfo(torch.float32).min
-    out = functional.scaled_dot_product_attention(**x, attn_mask=mask)
-    kept = functional.scaled_dot_product_attention(**x, attn_mask=mask == 0)
+    out = attend(**x, attn_mask=mask)
+    kept = attend(**x, attn_mask=mask == 0)
     torch.testing.assert_close(out, kept)
     everything = torch.full((20, 30), torch.finfo(torch.float32).min, device=device)
-    assert (functional.scaled_dot_product_attention(**x, attn_mask=everything) == 0).all()
+    assert (attend(**x, attn_mask=everything) == 0).all()
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (30,)], ids=str)
 def test_a_bias_without_rows(backend, device, shape):
     """torch's op, which the CPU's reference takes where nothing has a gradient, refuses it."""
     x, bias = qkv(sq=20, sk=30, d=16, device=device), torch.randn(shape, device=device)
-    out = functional.scaled_dot_product_attention(**x, bias=bias)
-    same = functional.scaled_dot_product_attention(**x, bias=bias.expand(20, 30).contiguous())
+    out = attend(**x, bias=bias)
+    same = attend(**x, bias=bias.expand(20, 30).contiguous())
     assert torch.allclose(out, same, atol=1e-6)
 
 
@@ -260,21 +254,19 @@ def test_a_bias_constant_over_the_keys(backend, device):
     bias = torch.randn(H, 20, 1, device=device)
     bias[1, 4] = float("-inf")
     bias.requires_grad_()
-    out, lse = functional.scaled_dot_product_attention(**x, bias=bias, return_lse=True)
-    plain, plain_lse = functional.scaled_dot_product_attention(**x, return_lse=True)
+    out, lse = attend(**x, bias=bias, return_lse=True)
+    plain, plain_lse = attend(**x, return_lse=True)
     seen = bias.isfinite().squeeze(-1).expand(B, H, 20)
     torch.testing.assert_close(out[seen], plain[seen])
     torch.testing.assert_close(lse[seen], (plain_lse + bias.squeeze(-1))[seen])
-    assert masked_rows(out)[~seen].all() and (lse[~seen] == float("-inf")).all()
+    assert (out[~seen] == 0).all() and (lse[~seen] == float("-inf")).all()
     weight = torch.randn_like(lse)
     (grad,) = torch.autograd.grad(lse[seen] @ weight[seen] + 0 * out.sum(), bias)
     want = (weight * seen).sum(0).unsqueeze(-1)
     torch.testing.assert_close(grad, want, atol=1e-5, rtol=1e-5)
-    (grad,) = torch.autograd.grad(
-        functional.scaled_dot_product_attention(**x, bias=bias).square().sum(), bias
-    )
+    (grad,) = torch.autograd.grad(attend(**x, bias=bias).square().sum(), bias)
     assert grad.abs().max() < 1e-4
-    _, lse = functional.scaled_dot_product_attention(**x, bias=bias, return_lse=True)
+    _, lse = attend(**x, bias=bias, return_lse=True)
     (grad,) = torch.autograd.grad(lse, bias, torch.ones_like(lse))
     torch.testing.assert_close(grad, B * seen[0].unsqueeze(-1).float())
     assert (grad[1, 4] == 0).all(), "of a row that sees nothing"
@@ -286,7 +278,7 @@ def test_partial_sums_of_a_bias_gradient(backend, device):
     x = {n: t[:, :1].expand(1, 2, *t.shape[2:]).half() for n, t in x.items()}
     x["value"] = x["value"] * 100
     bias = torch.zeros(8, dtype=torch.float16, device=device, requires_grad=True)
-    out = functional.scaled_dot_product_attention(**x, bias=bias)
+    out = attend(**x, bias=bias)
     gradient = torch.full_like(out, 400)
     gradient[:, 1] *= -1
     (one,) = torch.autograd.grad(out[:, 0].float().sum() * 400, bias, retain_graph=True)
@@ -300,21 +292,19 @@ def test_large_float16_outputs(backend, device):
     x = qkv(sq=20, sk=30, d=16, dtype=torch.float16, device=device, logits=0.3)
     x["value"] = (300 + x["value"] / 100).half()
     leaves = [t.requires_grad_() for t in x.values()]
-    out = functional.scaled_dot_product_attention(*leaves)
+    out = attend(*leaves)
     grads = torch.autograd.grad(out, leaves, torch.full_like(out, 300))
     assert all(grad.isfinite().all() for grad in grads)
 
 
 def test_an_expanded_bias(backend, device, against_oracle):
     """Its gradient has the shape of what was passed, whatever its strides."""
-    x = qkv(sq=20, sk=30, d=16, device=device)
-    x["bias"] = torch.randn(1, 1, 1, 30, device=device)
 
     def expanded(bias, **inputs):
-        bias = bias.expand(B, H, 20, 30)
-        return functional.scaled_dot_product_attention(bias=bias, **inputs)
+        return attend(bias=bias.expand(B, H, 20, 30), **inputs)
 
-    against_oracle(expanded, x)
+    bias = torch.randn(1, 1, 1, 30, device=device)
+    against_oracle(expanded, {**qkv(sq=20, sk=30, d=16, device=device), "bias": bias})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -327,31 +317,27 @@ def test_log_sum_exp(backend, device, against_oracle, dtype):
     x["bias"] = torch.randn(H, 1, 37, device=device)
 
     def both(**inputs):
-        out, lse = functional.scaled_dot_product_attention(
-            **inputs, key_lengths=lengths, dropout_p=0.2, dropout_seed=1, return_lse=True
-        )
+        out, lse = attend(**inputs, dropout_p=0.2, dropout_seed=1, return_lse=True)
         assert lse.dtype == (torch.float64 if out.dtype == torch.float64 else torch.float32)
         assert (lse[0] == float("-inf")).all()
         return torch.cat([out[1].flatten(), 3 * lse[1].flatten()])
 
     def alone(query, key, bias):
-        options = {"bias": bias, "is_causal": True, "return_lse": True}
-        return functional.scaled_dot_product_attention(query, key, key.detach(), **options)[1]
+        return attend(query, key, key.detach(), bias=bias, is_causal=True, return_lse=True)[1]
 
-    against_oracle(both, x)
+    against_oracle(both, x, key_lengths=lengths)
     against_oracle(alone, {n: t for n, t in x.items() if n != "value"})
 
 
 @pytest.mark.parametrize("layout", ["expanded", "transposed"])
 def test_a_strided_gradient_of_lse(backend, device, layout):
     x = [t.requires_grad_() for t in qkv(sq=20, sk=30, d=16, device=device).values()]
-    _, lse = functional.scaled_dot_product_attention(*x, return_lse=True)
+    lse = attend(*x, return_lse=True)[1]
     gradient = torch.ones(1, 1, 1, device=device).expand(lse.shape)
     if layout == "transposed":
         gradient = torch.randn(20, H, B, device=device).permute(2, 1, 0)
     got = torch.autograd.grad(lse, x[:2], gradient, retain_graph=True)
-    want = torch.autograd.grad(lse, x[:2], gradient.contiguous())
-    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert all(map(torch.equal, got, torch.autograd.grad(lse, x[:2], gradient.contiguous())))
 
 
 def test_three_dimensions(backend, device, against_oracle):
@@ -359,8 +345,8 @@ def test_three_dimensions(backend, device, against_oracle):
     x = {n: t.squeeze(1) for n, t in qkv(h=1, sq=20, sk=30, d=16, dv=24, device=device).items()}
     x["bias"] = torch.randn(B, 1, 30, device=device)
     mask = torch.rand(B, 20, 30, device=device) > 0.3
-    against_oracle(functional.scaled_dot_product_attention, x, attn_mask=mask)
-    out, lse = functional.scaled_dot_product_attention(**x, attn_mask=mask, return_lse=True)
+    against_oracle(attend, x, attn_mask=mask)
+    out, lse = attend(**x, attn_mask=mask, return_lse=True)
     assert out.shape == (B, 20, 24) and lse.shape == (B, 20)
 
 
@@ -370,36 +356,33 @@ def test_leading_dimensions(backend, device, lead, kind):
     """Windows of an image: torch folds all dimensions before [H, S, D]. A mask or a bias broadcasts
     in each of them.
     """
-    torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(*lead, n, d, device=device, requires_grad=True)
-        for n, d in ((20, 16), (30, 16), (30, 24))
-    )
+
+    def biased(q, k, v, bias):
+        return attend(q, k, v, bias=bias)
+
+    x = [torch.randn(*lead, *size, device=device) for size in ((20, 16), (30, 16), (30, 24))]
+    weights = [torch.randn(*lead, 20, 24, device=device)]
     for n in range(len(lead) + 1):
-        for ones in itertools.product((False, True), repeat=n):
-            sizes = (1 if one else full for one, full in zip(ones, lead[len(lead) - n :]))
-            mask = torch.randn(*sizes, 20, 30, device=device)
-            mask = (mask > -1) if kind == "bool" else mask.requires_grad_()
-            leaves = [q, k, v] + [mask] * (kind != "bool")
-            given = dict(bias=mask) if kind == "bias" else dict(attn_mask=mask)
-            out, lse = functional.scaled_dot_product_attention(q, k, v, **given, return_lse=True)
-            wide = [x.double() for x in (q, k, v)]
-            added = mask if kind == "bool" else mask.double()
-            want = F.scaled_dot_product_attention(*wide, attn_mask=added)
-            assert lse.shape == (*lead, 20)
-            weight = torch.randn_like(out)
-            have = [out, *torch.autograd.grad(out, leaves, weight)]
-            want = [want, *torch.autograd.grad(want, leaves, weight.double())]
-            for a, b in zip(have, want):
-                torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-4, atol=1e-4)
+        for shape in itertools.product(*((1, full) for full in lead[n:])):
+            given = torch.randn(*shape, 20, 30, device=device)
+            ours, theirs, leaves = biased, F.scaled_dot_product_attention, [*x, given]
+            if kind == "bool":
+                ours, theirs = (
+                    functools.partial(f, attn_mask=given > -1) for f in (attend, theirs)
+                )
+                leaves = x
+            want = results(theirs, [t.double() for t in leaves], weights)
+            for a, b in zip(results(ours, leaves, weights), want, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_leading_dimensions_with_grouped_heads(backend, device):
     q, k = torch.randn(2, 3, 4, 5, 8, device=device), torch.randn(2, 3, 2, 7, 8, device=device)
     given = dict(enable_gqa=True, dropout_p=0.3, dropout_seed=1, is_causal=True)
-    out = functional.scaled_dot_product_attention(q, k, k, **given)
-    same = functional.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, k)), **given)
+    out = attend(q, k, k, **given)
+    same = attend(*(x.flatten(0, 1) for x in (q, k, k)), **given)
     assert torch.equal(out.flatten(0, 1), same)
+    assert attend(q, k, k, **given, return_lse=True)[1].shape == (2, 3, 4, 5)
     for x in (q, q[0, :, 0], q[0, 0, 0]):
         choice = ff.explain("scaled_dot_product_attention", x, x, x, return_lse=True)
         assert choice.backend == backend
@@ -412,7 +395,7 @@ def test_one_key(backend, device, sq):
     rounding of the maximum in the weight, and the division takes it out: a few roundings.)
     """
     x = {n: t.requires_grad_() for n, t in qkv(b=1, h=1, sq=sq, sk=1, d=16, device=device).items()}
-    out = functional.scaled_dot_product_attention(**x, is_causal=True)
+    out = attend(**x, is_causal=True)
     torch.testing.assert_close(out, x["value"].expand(1, 1, sq, 16), rtol=1e-6, atol=0.0)
     weight = torch.randn_like(out)
     dq, dk, dv = torch.autograd.grad(out, list(x.values()), weight)
@@ -426,7 +409,7 @@ def test_one_key(backend, device, sq):
 )
 def test_head_dims(backend, device, against_oracle, d, dv):
     x = qkv(b=1, h=1, sq=33, sk=70, d=d, dv=dv, device=device)
-    against_oracle(functional.scaled_dot_product_attention, x)
+    against_oracle(attend, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -434,7 +417,7 @@ def test_head_dims(backend, device, against_oracle, d, dv):
 def test_grouped_heads(backend, device, against_oracle, g, dtype):
     x = qkv(h=4, g=g, sq=33, sk=70, d=16, dtype=dtype, device=device)
     mask = torch.rand(B, 4, 1, 70, device=device) > 0.3  # differs over the query heads of a group
-    against_oracle(functional.scaled_dot_product_attention, x, enable_gqa=True, attn_mask=mask)
+    against_oracle(attend, x, enable_gqa=True, attn_mask=mask)
 
 
 @pytest.mark.parametrize("s", [128, 129, 191, 192, 193, 255])
@@ -443,7 +426,7 @@ def test_every_remainder_of_128(backend, device, against_oracle, s):
     mask = torch.rand(s, s, device=device) > 0.5
     mask[3] = False
     x = qkv(b=1, h=1, sq=s, sk=s, d=16, dtype=torch.bfloat16, device=device)
-    against_oracle(functional.scaled_dot_product_attention, x, attn_mask=mask, is_causal=True)
+    against_oracle(attend, x, attn_mask=mask, is_causal=True)
 
 
 def test_a_very_negative_log_sum_exp(backend, device, against_oracle):
@@ -451,9 +434,9 @@ def test_a_very_negative_log_sum_exp(backend, device, against_oracle):
     x = qkv(b=1, h=1, sq=40, sk=70, d=16, device=device)
     bias = torch.zeros(40, 70, device=device)
     bias[1::2] = -120.0
-    _, lse = functional.scaled_dot_product_attention(**x, bias=bias, return_lse=True)
+    _, lse = attend(**x, bias=bias, return_lse=True)
     assert (lse[..., 1::2] < -104).all() and (lse[..., ::2] > -20).all()
-    against_oracle(functional.scaled_dot_product_attention, x, bias=bias)
+    against_oracle(attend, x, bias=bias)
 
 
 FLOATING = "query", "key", "value", "gradient", "bias"
@@ -482,7 +465,6 @@ def test_offsets_past_int32(backend, device, request, same_when_far, far, dim):
     if far in ("alibi_slopes", "key_lengths"):
         x["alibi_slopes"] = torch.rand(b, h, device=device).half()
         x["key_lengths"] = torch.tensor([n, 3, 9], device=device, dtype=torch.int16)[:b]
-    attend = functional.scaled_dot_product_attention
     same_when_far(attend, x, far, dim, fixed=("alibi_slopes",))
 
 
@@ -503,13 +485,13 @@ def test_a_length_past_the_keys(device):
 
 def test_large_logits(backend, device, against_oracle):
     x = qkv(sq=40, sk=70, d=16, device=device, logits=40.0)  # up to some 120, both ways
-    against_oracle(functional.scaled_dot_product_attention, x, is_causal=True)
+    against_oracle(attend, x, is_causal=True)
 
 
 @pytest.mark.parametrize("scale", [0.7, -0.7, 0.0, 1e-32])
 def test_scale(backend, device, against_oracle, scale):
     x = qkv(b=1, h=1, sq=20, sk=30, d=16, device=device, logits=0.5)
-    against_oracle(functional.scaled_dot_product_attention, x, scale=scale, is_causal=True)
+    against_oracle(attend, x, scale=scale, is_causal=True)
 
 
 @pytest.mark.parametrize("shape", [(1, H, 1, SK), (B, 1, 1, SK), (1, 1, SQ, 1), (1, H, SQ, SK)])
@@ -530,34 +512,20 @@ def test_strided_views(backend, device, against_oracle):
     packed = torch.randn(B, SK, 3, H, D, device=device)  # one projection for q, k and v
     q, k, v = packed.unbind(2)
     x = {"query": q.transpose(1, 2), "key": k.transpose(1, 2), "value": v.transpose(1, 2)}
-    against_oracle(functional.scaled_dot_product_attention, x)
+    against_oracle(attend, x)
     x["key"] = torch.randn(B, H, D, SK, device=device).transpose(2, 3)  # its last stride is not 1
     x["value"] = torch.randn(B, 1, SK, 2 * D, device=device)[..., ::2].expand(B, H, SK, D)
-    against_oracle(functional.scaled_dot_product_attention, x, is_causal=True)
-
-
-@pytest.mark.parametrize("heads", [2, 3])
-def test_memory_order(device, heads):
-    """[B, S, H, D] behind a transpose stays one, in the output and in the gradients."""
-    pytest.importorskip("fastformer.kernels.attention")
-    x = torch.randn(3, 2, 5, heads, 8, device=device).transpose(2, 3)
-    with use_backend("triton"):
-        for order, given in (([0, 2, 1, 3], x), ([0, 1, 2, 3], x.contiguous())):
-            leaves = [t.requires_grad_() for t in given.unbind()]
-            out = functional.scaled_dot_product_attention(*leaves)
-            for t in (out, *torch.autograd.grad(out.sum(), leaves)):
-                assert t.permute(order).is_contiguous()
+    against_oracle(attend, x, is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
 def test_narrow_lengths(backend, device, dtype):
     x = qkv(b=1, h=1, sq=50, sk=40, d=8, device=device)
-    results = []
-    for kind in (torch.int64, dtype):
-        lengths = torch.tensor([33], dtype=kind, device=device)
-        band = {"causal_alignment": "bottom_right", "window": (2**70, 0)}
-        results.append(functional.scaled_dot_product_attention(**x, key_lengths=lengths, **band))
-    assert torch.equal(*results) and (results[0][:, :, :17] == 0).all()
+    band = {"causal_alignment": "bottom_right", "window": (2**70, 0)}
+    lengths = torch.tensor([33], device=device)
+    out = attend(**x, key_lengths=lengths.to(dtype), **band)
+    assert torch.equal(out, attend(**x, key_lengths=lengths, **band))
+    assert (out[:, :, :17] == 0).all()
 
 
 def test_strided_lengths_and_slopes(backend, device):
@@ -565,70 +533,50 @@ def test_strided_lengths_and_slopes(backend, device):
     lengths = torch.tensor([[7, 0], [25, 0]], device=device)[:, 0]
     slopes = torch.rand(B, 2 * H, device=device)[:, ::2]
     options = {"key_lengths": lengths, "alibi_slopes": slopes}
-    out = functional.scaled_dot_product_attention(**x, **options)
+    out = attend(**x, **options)
     options = {name: t.clone(memory_format=torch.contiguous_format) for name, t in options.items()}
-    assert torch.equal(out, functional.scaled_dot_product_attention(**x, **options))
+    assert torch.equal(out, attend(**x, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_slopes_are_multiplied_in_the_dtype_of_sums(device, dtype):
     """Not in their own: float16 keeps four digits of the distance times log2(e), float32 seven."""
-    x = qkv(b=1, h=2, sq=4, sk=300, d=8, device=device, logits=0.1)
-    of_sums = torch.float64 if dtype == torch.float64 else torch.float32
-    x = {name: t.to(of_sums) for name, t in x.items()}
-    slopes = torch.tensor([0.3, 0.7], device=device)
-    slopes = slopes if dtype == torch.float64 else slopes.to(dtype)
-    results = []
+    of_sums, of_slopes = torch.float32, torch.float16
+    if dtype == torch.float64:
+        of_sums, of_slopes = torch.float64, torch.float32
+    x = qkv(b=1, h=2, sq=4, sk=300, d=8, dtype=of_sums, device=device, logits=0.1)
+    slopes = torch.tensor([0.3, 0.7], dtype=of_slopes, device=device)
     with use_backend("triton"):
-        for given in (slopes, slopes.to(of_sums)):
-            results.append(functional.scaled_dot_product_attention(**x, alibi_slopes=given))
+        results = [attend(**x, alibi_slopes=given) for given in (slopes, slopes.to(of_sums))]
     assert torch.equal(*results)
 
 
 def test_plans_are_told_apart(device, monkeypatch):
-    """A launch that is remembered serves calls alike in all that it depends on, and no other."""
+    """A launch that is remembered serves a second call alike, and no other."""
     attention = pytest.importorskip("fastformer.kernels.attention.launchers")
-    made = []
-    for name in ("ForwardPlan", "BackwardPlan"):
-        plan = getattr(attention, name)
-        monkeypatch.setattr(attention, name, lambda *a, plan=plan: made.append(plan) or plan(*a))
+    made, plan = [], attention.ForwardPlan
+    monkeypatch.setattr(attention, "ForwardPlan", lambda *a: made.append(a) or plan(*a))
     attention.plans.clear()
     x = qkv(b=1, h=2, sq=20, sk=32, d=16, device=device)
-    low = {name: t.half() for name, t in x.items()}
-    flat = torch.zeros(2 * 20 * 32 + 1, device=device)
-    mask = torch.ones(20, 32, dtype=torch.bool, device=device)
+    bias = torch.zeros(20, 32, device=device)
     calls = [
         {},
-        low,
+        {name: t.half() for name, t in x.items()},
         {"is_causal": True},
-        {"scale": 0.5},
-        {"window": (3, 3)},
-        {"window": (3, 4)},
-        {"window": (3, 4), "causal_alignment": "bottom_right"},
-        {"softcap": 2.0},
-        {"softcap": 3.0},
         {"dropout_p": 0.5, "dropout_seed": 1},
         {"dropout_p": 0.6, "dropout_seed": 1},
         {"key_lengths": torch.tensor([9], device=device)},
         {"key_lengths": torch.tensor([9], dtype=torch.int32, device=device)},
-        {"alibi_slopes": torch.ones(2, device=device)},
-        {"sinks": torch.ones(2, device=device)},
-        {**low, "sinks": torch.ones(2, device=device)},
-        {**low, "sinks": torch.ones(2, device=device).half()},
-        {"attn_mask": mask},
-        {"attn_mask": mask[:1]},
-        {"bias": flat[:640].view(20, 32)},
-        {"bias": flat[1:641].view(20, 32)},  # another alignment
-        {"bias": flat[:1280].view(2, 20, 32)},
-        {**low, "bias": flat[:640].view(20, 32).half()},
-        {**low, "bias": flat[:640].view(20, 32)},
+        {"attn_mask": bias == 0},
+        {"bias": bias},
+        {"bias": elsewhere(bias)},
+        {"bias": bias.expand(2, 20, 32).contiguous()},
         {"query": x["query"].transpose(1, 2).contiguous().transpose(1, 2)},
-        *({name: elsewhere(x[name])} for name in ("query", "key", "value")),
     ]
     with use_backend("triton"):
         for n, call in enumerate(calls):
             for _ in range(2):
-                functional.scaled_dot_product_attention(**{**x, **call})
+                attend(**{**x, **call})
             assert len(made) == n + 1, call
 
 
@@ -655,8 +603,8 @@ def test_every_field_of_a_key(monkeypatch):
     base |= {"dropout_seed": at(0, 1, dtype=torch.int64), "sinks": at(0, 2)}
     kinds = {"attn_mask": torch.bool, "bias": torch.float32}
     padded = base | {name: at(0, 16, 16, dtype=dtype) for name, dtype in kinds.items()}
-    padded |= {"key_lengths": at(0, 1, dtype=torch.int32), "alibi_slopes": at(0, 2)}
-    padded |= {"window": (3, 3)}
+    padded |= {"key_lengths": at(0, 1, dtype=torch.int32), "window": (3, 3)}
+    padded["alibi_slopes"] = at(0, 2)
     tiles = {"mask_spans": at(0, 1, 1, 2, 5, dtype=torch.int32)}
     tiles |= {"mask_lists": at(0, 3, 4, dtype=torch.int16)}
     bits = {"mask_bits": at(0, 2, 256, dtype=torch.int32)}
@@ -723,9 +671,7 @@ def test_tiles_are_those_of_the_wider_head(device, monkeypatch, d, dv):
     monkeypatch.setattr(plan, "configuration", lambda *a: asked.append(a) or former(*a))
     x = qkv(b=1, h=1, sq=4, sk=4, d=d, dv=dv, device=device)
     with use_backend("triton"):
-        functional.scaled_dot_product_attention(**{n: t.requires_grad_() for n, t in x.items()})[
-            0, 0
-        ].sum().backward()
+        attend(**{n: t.requires_grad_() for n, t in x.items()}).sum().backward()
     assert {block for _, _, _, block, *_ in asked} == {64} and len(asked) == 4
 
 
@@ -736,24 +682,21 @@ def test_every_field_of_a_key_of_the_backward(device):
     gradients = torch.randn(2, 1, 16, 2, 12, device=device)
     given = [gradients[0, ..., n : n + 8].transpose(1, 2) for n in (0, 1)]
     given += [gradients[0, :, :, :1, :8].transpose(1, 2).expand(1, 2, 16, 8)]
-    results = []
+    lse = [lambda g: None, lambda g: g[..., 0], lambda g: g[..., :1, 0].expand(1, 2, 16)]
+    found = {False: [], True: []}  # by whether each call has a fresh plan
     with use_backend("triton"):
-        for fresh in (False, True):
+        for fresh in found:
             attention.plans.clear()
-            found = []
-            for g in given:
-                for lse in (None, g[..., 0], g[..., :1, 0].expand(1, 2, 16)):
-                    for wanted in (["query"], ["key", "value"]):
-                        if fresh:
-                            attention.plans.clear()
-                        leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in x.items()}
-                        both = functional.scaled_dot_product_attention(**leaves, return_lse=True)
-                        outputs, cotangents = (both, (g, lse)) if lse is not None else (both[:1], g)
-                        wanting = [leaves[n] for n in wanted]
-                        found += torch.autograd.grad(outputs, wanting, cotangents)
-            results.append(found)
+            for g, of_lse, wanted in itertools.product(given, lse, (["query"], ["key", "value"])):
+                if fresh:
+                    attention.plans.clear()
+                leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in x.items()}
+                both, cotangents = attend(**leaves, return_lse=True), (g, of_lse(g))
+                count = 1 if cotangents[1] is None else 2
+                wanting = [leaves[n] for n in wanted]
+                found[fresh] += torch.autograd.grad(both[:count], wanting, cotangents[:count])
     assert len(attention.plans) == 2  # of the last call
-    assert all(torch.equal(*pair) for pair in zip(*results))
+    assert all(map(torch.equal, *found.values()))
 
 
 def elsewhere(x):
@@ -788,7 +731,7 @@ def test_saved_tensors_that_have_moved(backend, device, monkeypatch):
             return move(t) if t.shape in moved else t
 
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-            out, lse = functional.scaled_dot_product_attention(**x, bias=bias, return_lse=True)
+            out, lse = attend(**x, bias=bias, return_lse=True)
         return torch.autograd.grad(out.square().sum() + lse.sum(), list(x.values()))
 
     want = gradients()
@@ -802,37 +745,34 @@ def test_saved_tensors_that_have_moved(backend, device, monkeypatch):
 
 def test_a_row_that_sees_nothing_is_zero(backend, device, against_oracle):
     x = qkv(sq=20, sk=30, d=16, device=device)
-    lengths = torch.tensor([0, 30], device=device)
-    out = functional.scaled_dot_product_attention(**x, key_lengths=lengths)
+    out = attend(**x, key_lengths=torch.tensor([0, 30], device=device))
     assert (out[0] == 0).all() and (out[1] != 0).all()
-    against_oracle(functional.scaled_dot_product_attention, x, key_lengths=lengths)
     mask = torch.ones(20, 30, dtype=torch.bool, device=device)
     mask[3] = False
-    out = functional.scaled_dot_product_attention(**x, attn_mask=mask)
-    assert (out[:, :, 3] == 0).all() and (out[:, :, 4] != 0).any()
-    against_oracle(functional.scaled_dot_product_attention, x, attn_mask=mask)
+    against_oracle(attend, x, attn_mask=mask)
     x["query"][:, :, 3] = float("nan")  # which is not seen either
-    out = functional.scaled_dot_product_attention(**x, attn_mask=mask)
+    out = attend(**x, attn_mask=mask)
     assert (out[:, :, 3] == 0).all() and out.isfinite().all()
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_gradients_of_a_row_that_sees_nothing(device, poison):
     """Its lse is -inf, of which a caller's formula may well have the gradient NaN."""
-    pytest.importorskip("fastformer.kernels.attention")
-    x = {n: t.requires_grad_() for n, t in qkv(b=1, h=1, sq=20, sk=30, d=8, device=device).items()}
+    x = qkv(b=1, h=1, sq=20, sk=30, d=8, device=device)
+    x["bias"] = torch.randn(20, 30, device=device)
     mask = torch.ones(20, 30, dtype=torch.bool, device=device)
     mask[3] = False
-    x["bias"] = torch.randn(20, 30, device=device, requires_grad=True)
-    results = []
-    for value in (0.0, poison):
-        with use_backend("triton"):
-            out, lse = functional.scaled_dot_product_attention(**x, attn_mask=mask, return_lse=True)
-        gradient = torch.ones_like(lse)
-        gradient[..., 3] = value
-        cotangents = torch.ones_like(out), gradient
-        results.append(torch.autograd.grad((out, lse), list(x.values()), cotangents))
-    for clean, poisoned in zip(*results):
+    cotangents = torch.ones_like(x["query"]), torch.ones(1, 1, 20, device=device)
+
+    def ours(*leaves):
+        return attend(**dict(zip(x, leaves)), attn_mask=mask, return_lse=True)
+
+    found = []
+    with use_backend("triton"):
+        for gradient in (0.0, poison):
+            cotangents[1][..., 3] = gradient
+            found.append(results(ours, x.values(), cotangents))
+    for clean, poisoned in zip(*found):
         assert torch.equal(clean, poisoned)
 
 
@@ -840,17 +780,10 @@ def test_gradients_beside_a_key_whose_scores_are_infinite(backend, device):
     """A key that no query may see, and whose scores are -inf with no mask: the output is finite."""
     x = qkv(sq=20, sk=20, d=16, device=device)
     x["query"].abs_()
-    mask = torch.ones(B, 1, 1, 20, dtype=torch.bool, device=device)
-    mask[..., 3] = False
-    weights = (torch.randn(B, H, 20, 16, device=device),)
-
-    def ours(*x):
-        return (functional.scaled_dot_product_attention(*x, mask),)
-
-    clean = results(ours, list(x.values()), weights)
-    x["key"][:, :, 3] = -torch.inf
-    for want, have in zip(clean, results(ours, list(x.values()), weights), strict=True):
-        torch.testing.assert_close(have, want)
+    hidden = torch.arange(20, device=device) == 3
+    call = functools.partial(attend, attn_mask=~hidden.expand(B, 1, 1, 20))
+    for clean, poisoned in clean_and_poisoned(call, x, hidden[:, None], -torch.inf, ("key",)):
+        torch.testing.assert_close(poisoned, clean)
 
 
 def test_values_beside_a_key_whose_scores_are_infinite(device):
@@ -864,7 +797,7 @@ def test_values_beside_a_key_whose_scores_are_infinite(device):
     found = []
     for backend in ("reference", "triton"):
         with use_backend(backend):
-            out = functional.scaled_dot_product_attention(**x)
+            out = attend(**x)
             found.append([out, *torch.autograd.grad(out.square().sum(), value)])
     for want, have in zip(*found):
         assert want.isfinite().all()
@@ -878,9 +811,9 @@ def test_short_rows_after_a_fake_call(against_oracle):
     x = qkv(sq=6, sk=9, d=16)
     for is_causal in (False, True):
         with FakeTensorMode(allow_non_fake_inputs=True), use_backend("reference"):
-            functional.scaled_dot_product_attention(**x, is_causal=is_causal)
+            attend(**x, is_causal=is_causal)
         with use_backend("reference"):
-            against_oracle(functional.scaled_dot_product_attention, x, is_causal=is_causal)
+            against_oracle(attend, x, is_causal=is_causal)
 
 
 FORMS = {  # sq, sk, d, options
@@ -891,6 +824,21 @@ FORMS = {  # sq, sk, d, options
     "softcap": (20, 70, 8, {"softcap": 30.0}),
     "whole tiles": (32, 80, 8, {}),
 }
+
+
+def clean_and_poisoned(call, tensors, hidden, poison=float("nan"), names=("key", "value")):
+    """Pairs of outputs and gradients of a call whose hidden keys hold zeros, and `poison`; the last
+    are the outputs of the call without gradients.
+    """
+    found = []
+    for fill in (0.0, poison):
+        filled = {name: tensors[name].masked_fill(hidden, fill) for name in names}
+        leaves = {name: t.clone().requires_grad_() for name, t in (tensors | filled).items()}
+        out = call(**leaves)
+        found.append([out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))])
+        with torch.no_grad():
+            found[-1].append(call(**leaves))
+    return zip(*found)
 
 
 @pytest.mark.sample
@@ -920,42 +868,21 @@ def test_hidden_keys_may_hold_anything(backend, device, request, by, poison, for
         pairs = torch.randn(1, 1, sq, sk, device=device)
         x["bias"] = options.pop("bias", pairs)  # with a gradient of its own
         request.getfixturevalue("tiles")(16, 16)
-    results = []
-    for fill in (0.0, poison):
-        hidden = {n: x[n].masked_fill(~visible.mT, fill) for n in ("key", "value")}
-        leaves = {n: t.clone().requires_grad_() for n, t in (x | hidden).items()}
-        out = functional.scaled_dot_product_attention(**leaves, **options)
-        results.append([out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))])
-        with torch.no_grad():
-            results[-1].append(functional.scaled_dot_product_attention(**leaves, **options))
-    for clean, poisoned in zip(*results):
+    call = functools.partial(attend, **options)
+    for clean, poisoned in clean_and_poisoned(call, x, ~visible.mT, poison):
         assert torch.equal(clean, poisoned)
-
-
-@pytest.mark.parametrize("bias", [None, (1, 1, 1), (1, 1, -1), (1, -2, -1), (-3, -2, -1)], ids=str)
-@pytest.mark.parametrize("shape", ["b", "h", "sq", "sk"])
-def test_empty(backend, device, shape, bias):
-    x = qkv(**{shape: 0}, device=device)
-    if bias is not None:
-        sizes = dict(zip((-3, -2, -1, 1), (*x["query"].shape[1:3], x["key"].shape[2], 1)))
-        x["bias"] = torch.randn([sizes[n] for n in bias], device=device)
-    x = {n: t.requires_grad_() for n, t in x.items()}
-    out = functional.scaled_dot_product_attention(**x)
-    assert out.shape == (*x["query"].shape[:3], D) and (out == 0).all()
-    _, lse = functional.scaled_dot_product_attention(**x, return_lse=True)
-    assert lse.shape == x["query"].shape[:3] and (lse == float("-inf")).all()
-    for t, g in zip(x.values(), torch.autograd.grad(out.sum(), list(x.values()))):
-        assert g.shape == t.shape and (g == 0).all()
 
 
 EMPTY = dict(b=2, h=2, sq=7, sk=130, d=8, dv=8)  # sizes, one of which is 0
 BESIDE = {  # options by name, of all sizes
+    "plain": lambda b, h, sq, sk: {},
     "mask": lambda b, h, sq, sk: dict(attn_mask=torch.rand(b, 1, sq, sk) > 0.3),
     "mask of keys": lambda b, h, sq, sk: dict(attn_mask=torch.rand(b, 1, 1, sk) > 0.3),
     "block mask": lambda b, h, sq, sk: dict(attn_mask=ff.block_mask(torch.ones(1, 1, sq, sk) > 0)),
     "mask of numbers": lambda b, h, sq, sk: dict(attn_mask=torch.zeros(sq, sk)),
     "bias": lambda b, h, sq, sk: dict(bias=torch.randn(h, sq, sk)),
-    "bias of keys": lambda b, h, sq, sk: dict(bias=torch.randn(sk)),
+    "bias of keys": lambda b, h, sq, sk: dict(bias=torch.randn(1, 1, sk)),
+    "bias of all": lambda b, h, sq, sk: dict(bias=torch.randn(1, 1, 1)),
     "bias of queries": lambda b, h, sq, sk: dict(bias=torch.randn(sq, 1)),
     "lengths": lambda b, h, sq, sk: dict(key_lengths=torch.full((b,), sk // 2)),
     "causal, window": lambda b, h, sq, sk: dict(is_causal=True, window=(9, 9)),
@@ -972,27 +899,24 @@ def test_empty_beside_an_option(backend, device, against_oracle, option):
     mask of 130 keys and no queries divided by zero.
     """
 
-    def attend(**given):
-        return functional.scaled_dot_product_attention(**given)
-
     def attend_and_lse(**given):
-        out, lse = functional.scaled_dot_product_attention(**given, return_lse=True)
+        out, lse = attend(**given, return_lse=True)
+        assert lse.shape == out.shape[:3]
+        if empty == "sk" and "sinks" not in given:
+            assert (lse == float("-inf")).all() and (out == 0).all()
         return torch.cat([out, torch.where(lse.isinf(), 0.0, lse).unsqueeze(3)], 3)
 
     for number, empty in enumerate(EMPTY, list(BESIDE).index(option)):
         sizes = EMPTY | {empty: 0}
-        x = qkv(**sizes)
-        for name, t in BESIDE[option](*(sizes[n] for n in ("b", "h", "sq", "sk"))).items():
-            x[name] = t
-        learned = {n: x.pop(n) for n in [*x] if n in ("bias", "sinks")}
-        options = {n: x.pop(n) for n in [*x] if n not in ("query", "key", "value")}
+        options = BESIDE[option](*(sizes[n] for n in ("b", "h", "sq", "sk")))
         options = {n: t.to(device) if hasattr(t, "to") else t for n, t in options.items()}
-        x = {n: t.to(device) for n, t in (x | learned).items()}
+        x = qkv(**sizes, device=device)
+        x |= {n: options.pop(n) for n in ("bias", "sinks") if n in options}
         function = (attend, attend_and_lse)[number % 2]
         against_oracle(function, x, small=True, **options)
 
 
-ORDERED = ["plain", "lse", "unseeded dropout", *BESIDE]
+ORDERED = ["lse", "unseeded dropout", *BESIDE]
 COMPILED = ["lse", "bias", "lengths", "causal, window"]
 
 
@@ -1001,27 +925,27 @@ COMPILED = ["lse", "bias", "lengths", "causal, window"]
 )
 def test_the_output_has_the_memory_order_of_the_query(backend, device, option, mode):
     """So that `out.transpose(1, 2).view(B, Sq, H * D)` needs no copy, as of torch's op. On the
-    reference it failed for some options, and in a compiled call for most.
+    reference it failed for some options, and in a compiled call for most. The kernels' gradients
+    have that of the inputs.
     """
-    sizes = dict(b=2, h=3, sq=7, sk=9)
-    options = {"plain": {}, "lse": dict(return_lse=True), "unseeded dropout": dict(dropout_p=0.3)}
-    options = options.get(option) or (BESIDE[option](**sizes) if option in BESIDE else {})
+    options = {"lse": dict(return_lse=True), "unseeded dropout": dict(dropout_p=0.3)}
+    options = options.get(option) or BESIDE[option](b=2, h=3, sq=7, sk=9)
     options = {n: t.to(device) if hasattr(t, "to") else t for n, t in options.items()}
     q, k, v = (torch.randn(2, s, 3, 8, device=device, requires_grad=True) for s in (7, 9, 9))
 
-    def attend(*given):
-        given = [x.transpose(1, 2) for x in given]
-        out = functional.scaled_dot_product_attention(*given, **options)
+    def call(*given):
+        out = attend(*(x.transpose(1, 2) for x in given), **options)
         out = out[0] if option == "lse" else out
         return out.transpose(1, 2).view(2, 7, 24)
 
     if mode == "compiled":
         torch._dynamo.reset()
-        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    out = attend(q, k, v)
-    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for gradient in torch.autograd.grad(call(q, k, v).sum(), (q, k, v)):
+        assert gradient.isfinite().all()
+        assert gradient.is_contiguous() or backend == "reference"
     with torch.no_grad():
-        assert attend(q, k, v).is_contiguous()
+        assert call(q, k, v).is_contiguous()
 
 
 class Largest(TorchDispatchMode):
@@ -1052,10 +976,8 @@ def test_nothing_of_size_sq_sk(device, monkeypatch, bias_shape):
     q, k, v = qkv(b=1, h=1, sq=s, sk=s, d=16, device=device).values()
     mask = torch.ones(s, s, dtype=torch.bool, device=device)
     bias = None if bias_shape is None else torch.zeros(bias_shape, device=device)
-    lengths = torch.tensor([s - 3], device=device)
-    slopes = torch.ones(1, device=device)
-    sinks = torch.zeros(1, device=device)
-    rest = (bias, lengths, (50, 50), "bottom_right", slopes, 3.0, sinks, seed)
+    lengths, of_heads = torch.tensor([s - 3], device=device), torch.ones(1, device=device)
+    rest = bias, lengths, (50, 50), "bottom_right", of_heads, 3.0, of_heads, seed
     arguments = pack([q, k, v, Attention(mask, 0.1, True, 0.2, *rest)])
     with Largest(mask) as largest:
         saved = attention.forward(*arguments, True)
@@ -1069,12 +991,15 @@ def test_nothing_of_size_sq_sk(device, monkeypatch, bias_shape):
 
 
 def test_a_sink_is_a_key_without_a_value(backend, device):
-    """As gpt-oss writes it: one more column of scores, and its weights thrown away."""
+    """As gpt-oss writes it: one more column of scores, and its weights thrown away. A row that sees
+    no key is zero; its lse is the sink, whose gradient it has.
+    """
     x = qkv(sq=20, sk=30, d=16, device=device)
     mask, sinks = torch.rand(B, 1, 20, 30, device=device) > 0.4, torch.randn(H, device=device)
+    mask[0] = False
 
     def ours(q, k, v, sinks):
-        return functional.scaled_dot_product_attention(q, k, v, mask, sinks=sinks, return_lse=True)
+        return attend(q, k, v, mask, sinks=sinks, return_lse=True)
 
     def theirs(q, k, v, sinks):
         scores = (q @ k.transpose(2, 3) * 0.25).masked_fill(~mask, float("-inf"))
@@ -1082,28 +1007,10 @@ def test_a_sink_is_a_key_without_a_value(backend, device):
         return scores.softmax(-1)[..., :-1] @ v, scores.logsumexp(-1)
 
     weights = torch.randn(B, H, 20, 16, device=device), torch.randn(B, H, 20, device=device)
-    leaves = [*x.values(), sinks]
-    for a, b in zip(results(ours, leaves, weights), results(theirs, leaves, weights), strict=True):
+    have, want = (results(call, [*x.values(), sinks], weights) for call in (ours, theirs))
+    for a, b in zip(have, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_that_sees_its_sink_alone(backend, device, dtype):
-    """Zeros; its logarithm is the sink, whose gradient it has."""
-    x = [t.requires_grad_() for t in qkv(sq=20, sk=30, d=16, dtype=dtype, device=device).values()]
-    x.append(torch.randn(H, device=device).to(dtype).requires_grad_())
-    lengths = torch.tensor([0, 30], device=device)
-    out, lse = functional.scaled_dot_product_attention(
-        *x[:3], key_lengths=lengths, sinks=x[3], return_lse=True
-    )
-    assert (out[0] == 0).all() and (out[1] != 0).all()
-    torch.testing.assert_close(lse[0], x[3].float().view(H, 1).expand(H, 20))
-    weight = torch.randn_like(lse[0])
-    dq, dk, grad = torch.autograd.grad(lse[0], (*x[:2], x[3]), weight, retain_graph=True)
-    assert (dq == 0).all() and (dk == 0).all()
-    torch.testing.assert_close(grad, weight.sum(1).to(dtype))
-    (grad,) = torch.autograd.grad(out[0].sum(), x[3])
-    assert (grad == 0).all()
+    assert (have[0][0] == 0).all() and (have[2][0] == 0).all() and (have[3][0] == 0).all()
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -1115,11 +1022,8 @@ def test_sinks_of_minus_infinity(backend, device, biased):
     lengths = torch.tensor([0, 17], device=device)
     bias = torch.randn(20, 1, device=device) if biased else None
 
-    def run(*x):
-        sinks = x[3] if len(x) > 3 else None
-        return functional.scaled_dot_product_attention(
-            *x[:3], key_lengths=lengths, sinks=sinks, bias=bias, return_lse=True
-        )
+    def run(q, k, v, sinks=None):
+        return attend(q, k, v, key_lengths=lengths, sinks=sinks, bias=bias, return_lse=True)
 
     weights = torch.randn(B, H, 20, 16, device=device), torch.randn(B, H, 20, device=device)
     weights[1][0] = torch.nan
@@ -1133,17 +1037,11 @@ def test_sinks_of_minus_infinity(backend, device, biased):
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}], ids=["plain", "dropout"])
 def test_a_sink_of_minus_infinity_without_keys(backend, device, options):
     """The output is 0, the logarithm the sink, and no gradient is NaN."""
-    x = list(qkv(sq=5, sk=0, d=16, device=device).values())
-    sinks = torch.tensor([float("-inf"), *range(H - 1)], device=device)
-    for t in (*x, sinks):
-        t.requires_grad_()
-
-    def run(**more):
-        return functional.scaled_dot_product_attention(*x, sinks=sinks, **options, **more)
-
-    (grad,) = torch.autograd.grad(run().sum(), sinks)
+    x = [t.requires_grad_() for t in qkv(sq=5, sk=0, d=16, device=device).values()]
+    sinks = torch.tensor([float("-inf"), *range(H - 1)], device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(attend(*x, sinks=sinks, **options).sum(), sinks)
     assert (grad == 0).all()
-    out, lse = run(return_lse=True)
+    out, lse = attend(*x, sinks=sinks, **options, return_lse=True)
     weight = torch.where(lse.isinf(), torch.nan, 1.0)
     (grad,) = torch.autograd.grad(lse, sinks, weight, retain_graph=True)
     torch.testing.assert_close(grad, (B * 5.0) * ~sinks.isinf())
@@ -1158,7 +1056,7 @@ def test_a_sink_beside_a_large_bias(backend, device):
     x = qkv(sq=20, sk=7, d=16, device=device)
     sinks = torch.full((H,), -1e9, device=device, requires_grad=True)
     bias = torch.full((20, 7), -1e9, device=device)
-    out = functional.scaled_dot_product_attention(**x, bias=bias, sinks=sinks)
+    out = attend(**x, bias=bias, sinks=sinks)
     torch.testing.assert_close(out, x["value"].sum(2, keepdim=True).expand(out.shape) / 8)
     weight = torch.randn_like(out)
     (grad,) = torch.autograd.grad(out, sinks, weight)
@@ -1168,12 +1066,10 @@ def test_a_sink_beside_a_large_bias(backend, device):
 def test_a_bias_of_rows_beside_fixed_sinks(backend, device):
     """Its gradient is the same whether or not the sinks require one."""
     x, bias = qkv(device=device), torch.randn(H, SQ, 1, device=device, requires_grad=True)
-    sinks, weight = torch.randn(H, device=device), None
+    sinks, weight = torch.randn(H, device=device), torch.randn(B, H, SQ, D, device=device)
     found = []
-    for leaves in ([bias], [bias, sinks]):
-        sinks.requires_grad_(len(leaves) == 2)
-        out = functional.scaled_dot_product_attention(**x, bias=bias, sinks=sinks)
-        weight = torch.randn_like(out) if weight is None else weight
+    for leaves in ([bias], [bias, sinks.clone().requires_grad_()]):
+        out = attend(**x, bias=bias, sinks=leaves[1] if len(leaves) == 2 else sinks)
         found.append(torch.autograd.grad(out, leaves, weight)[0])
     assert found[0].any() and torch.equal(*found)
 
@@ -1221,8 +1117,7 @@ def test_a_large_bias_of_all_keys(backend, device, tiles, dtype, case, with_lse)
     if case == "two tiles":
         tiles(16, 16)
     x = qkv(sq=20, sk=30, d=16, dtype=dtype, device=device)
-    bias = torch.zeros(20, 30, device=device)
-    options, mask = {}, None
+    bias, mask, slopes = torch.zeros(20, 30, device=device), None, None
     if case in ("rows", "rows, constant", "two tiles"):
         bias[::3], bias[1], bias[2] = -1e9, -1e9, 1e9
         bias[1, 7] = 0.0
@@ -1232,22 +1127,19 @@ def test_a_large_bias_of_all_keys(backend, device, tiles, dtype, case, with_lse)
         bias[:, 10:] = -1e9
         mask = torch.ones(20, 30, dtype=torch.bool, device=device)
         mask[4:, :10] = False
-        options["attn_mask"] = mask
     else:  # of each query the two neighbours, at the same distance
         mask = ~torch.eye(20, 30, dtype=torch.bool, device=device)
         i, j = (torch.arange(n, device=device) for n in (20, 30))
         bias = -1e9 * (i.view(-1, 1) - j).abs()
-        options = {"attn_mask": mask, "alibi_slopes": torch.full((H,), 1e9, device=device)}
+        slopes = torch.full((H,), 1e9, device=device)
     constant = case in ("rows, constant", "alibi")  # it needs no gradient
     leaves = list(x.values()) + ([] if constant else [bias])
 
-    def ours(query, key, value, given=None if case == "alibi" else bias):
-        return functional.scaled_dot_product_attention(
-            query, key, value, bias=given, return_lse=with_lse, **options
-        )
+    def ours(q, k, v, given=None if case == "alibi" else bias):
+        return attend(q, k, v, mask, bias=given, alibi_slopes=slopes, return_lse=with_lse)
 
-    def wanted(query, key, value, given=bias):
-        both = by_formula(query, key, value, given, mask=mask)
+    def wanted(q, k, v, given=bias):
+        both = by_formula(q, k, v, given, mask=mask)
         return both if with_lse else both[0]
 
     weights = torch.randn(B, H, 20, 16, device=device), torch.randn(B, H, 20, device=device)
@@ -1264,7 +1156,7 @@ def test_a_bias_that_leaves_few_digits(backend, device, against_oracle, dtype, v
     x = qkv(b=1, sq=20, sk=30, d=16, dtype=dtype, device=device)
     x["bias"] = torch.full((20, 30), value, device=device).to(dtype)
     x["bias"][::2] = 0.0
-    against_oracle(functional.scaled_dot_product_attention, x, small=True)
+    against_oracle(attend, x, small=True)
 
 
 LOWEST = -2.3586574359122396e38  # of float32, times log 2
@@ -1276,27 +1168,18 @@ def test_the_lowest_bias(backend, device, kind, shape):
     """A finite one is added down to a documented value; whatever lies below it hides the key."""
     if kind == torch.float64 and device.type != "cpu":
         pytest.skip("no kernel computes in float64 on a GPU")
-    assert "-2.3586e38" in functional.scaled_dot_product_attention.__doc__
-    dtype = kind if kind == torch.float64 else torch.float32
-    x = qkv(b=1, sq=20, sk=30, d=16, dtype=dtype, device=device)
+    assert "-2.3586e38" in attend.__doc__
+    x = qkv(b=1, sq=20, sk=30, d=16, dtype=kind, device=device)
     values = [-2.3e38, -2.33e38, LOWEST, LOWEST * (1 + 1e-7), -2.36e38]
     values += [torch.finfo(kind).min, torch.finfo(torch.bfloat16).min, float("-inf")]
-    seen = []
     for value in values:
         bias = torch.full(shape, value, dtype=kind, device=device)
-        query = x["query"] if kind != torch.bfloat16 else x["query"].to(kind)
-        key, value = (x[n].to(query.dtype) for n in ("key", "value"))
-        out, lse = functional.scaled_dot_product_attention(
-            query, key, value, bias=bias, return_lse=True
-        )
-        seen.append(bool((lse.isfinite()).all()))
-        assert seen[-1] == bool(bias.double().flatten()[0] >= LOWEST * (1 + 1e-9)), bias[0]
-        if seen[-1]:
+        out, lse = attend(**x, bias=bias, return_lse=True)
+        if bias.flatten()[0].double() >= LOWEST * (1 + 1e-9):
             torch.testing.assert_close(lse.double(), bias.double().expand(1, H, 20, 30)[..., 0])
-            assert (out != 0).all()
+            assert (out != 0).all(), value
         else:
-            assert (lse == float("-inf")).all() and (out == 0).all()
-    assert seen[:2] == [True, True] and not any(seen[-4:])
+            assert (lse == float("-inf")).all() and (out == 0).all(), value
 
 
 UNDEFINED = {
@@ -1342,22 +1225,19 @@ def test_nan_that_a_query_sees(device, monkeypatch, tiles, dtype, what, s, way):
     weights = torch.randn(B, H, s, 16, device=device), torch.randn(B, H, s, device=device)
 
     def ours(*leaves):
-        return functional.scaled_dot_product_attention(
-            **dict(zip(x, leaves)), scale=scale, return_lse=True
-        )
+        return attend(**dict(zip(x, leaves)), scale=scale, return_lse=True)
 
     want = results(lambda *y: by_formula(**dict(zip(x, y)), scale=scale), leaves, weights)
     with use_backend("reference" if way == "reference" else "triton"):
         have = results(ours, leaves, weights)
         alone = results(lambda *x: ours(*x)[0], leaves, weights[:1])
-        plain = functional.scaled_dot_product_attention(**x, scale=scale)
+        plain = attend(**x, scale=scale)
     assert want[0].isnan().any()
     for name, a, b in zip(("output", "lse", *x), have, want, strict=True):
         assert torch.equal(a.isnan(), b.isnan()), name
-    assert torch.equal(alone[0].isnan(), want[0].isnan())
+    for name, a, b in zip(("output", *x), alone, [want[0], *have[2:]], strict=True):
+        assert torch.equal(a.isnan(), b.isnan()), f"{name}, without lse"
     assert torch.equal(plain.isnan(), want[0].isnan()), "without a gradient"
-    for name, a, b in zip(x, alone[1:], have[2:], strict=True):
-        assert torch.equal(a.isnan(), b.isnan()), name
 
 
 @pytest.mark.sample
@@ -1372,20 +1252,18 @@ def test_nan_beside_hidden_keys(backend, device, dtype, case, s):
     if "attn_mask" in options:
         options["attn_mask"][..., 0] = True
     x = qkv(sq=s, sk=s, d=16, dtype=dtype, device=device)
-    clean = functional.scaled_dot_product_attention(**x, **options)
+    clean = attend(**x, **options)
     assert clean.isfinite().all()
-    query = x["query"].clone()
-    query[:, :, 3] = float("nan")
-    out = functional.scaled_dot_product_attention(query, x["key"], x["value"], **options)
-    others = torch.arange(s, device=device) != 3
+    number = torch.arange(s, device=device).view(s, 1)
+    query = x["query"].masked_fill(number == 3, float("nan"))
+    out = attend(**{**x, "query": query}, **options)
     assert out[:, :, 3].isnan().all()
+    out[:, :, 3] = clean[:, :, 3]
     bounds = {"atol": 4 * torch.finfo(dtype).eps, "rtol": 2 * torch.finfo(dtype).eps}
-    torch.testing.assert_close(out[:, :, others], clean[:, :, others], **bounds)
-    key = x["key"].clone()
-    key[:, :, 0, 1] = float("nan")
-    out = functional.scaled_dot_product_attention(x["query"], key, x["value"], **options)
-    sees_it = torch.arange(s, device=device) <= (9 if case == "window" else s)
-    assert out[:, :, sees_it].isnan().all()
+    torch.testing.assert_close(out, clean, **bounds)
+    x["key"][:, :, 0, 1] = float("nan")
+    last = 9 if case == "window" else s  # that sees it
+    assert attend(**x, **options)[:, :, : last + 1].isnan().all()
 
 
 @pytest.mark.parametrize("s", [5, 40])
@@ -1397,7 +1275,7 @@ def test_nan_that_no_query_sees(backend, device, dtype, s):
     mask[2, 3] = mask[1] = False
 
     def ours(*x):
-        return functional.scaled_dot_product_attention(*x[:3], mask, bias=x[3], return_lse=True)
+        return attend(*x[:3], mask, bias=x[3], return_lse=True)
 
     weights = torch.randn(B, H, s, 16, device=device), None
     clean = results(ours, [*x.values(), bias], weights)
@@ -1405,7 +1283,7 @@ def test_nan_that_no_query_sees(backend, device, dtype, s):
     for a, b in zip(clean, results(ours, [*x.values(), bias], weights), strict=True):
         assert torch.equal(a, b)
     x["key"][:, :, 3] = float("nan")
-    out = functional.scaled_dot_product_attention(**x, is_causal=True)
+    out = attend(**x, is_causal=True)
     assert not out[:, :, :3].isnan().any() and out[:, :, 3:].isnan().all()
 
 
@@ -1415,20 +1293,16 @@ def test_nan_that_no_query_sees(backend, device, dtype, s):
 def test_no_features(backend, device, d, dv, case, grad):
     """What torch's own op does: without head dim all scores are 0."""
     x = [t.requires_grad_(grad) for t in qkv(sq=5, sk=7, d=d, dv=dv, device=device).values()]
-    mask = torch.rand(5, 7, device=device) > 0.3
+    lengths, mask = torch.tensor([3, 6], device=device), torch.rand(5, 7, device=device) > 0.3
     mask[:, 0] = True
-    options = {"plain": {}, "causal": {"is_causal": True}, "mask": {"attn_mask": mask}}
+    ours = {"causal": {"is_causal": True}, "mask": {"attn_mask": mask}}.get(case, {})
+    theirs = ours
     if case == "lengths":
-        ours = {"key_lengths": torch.tensor([3, 6], device=device)}
-        theirs = {
-            "attn_mask": torch.arange(7, device=device) < ours["key_lengths"].view(2, 1, 1, 1)
-        }
-    else:
-        ours = theirs = options[case]
-    have = functional.scaled_dot_product_attention(*x, **ours)
-    want = torch.nn.functional.scaled_dot_product_attention(*x, **theirs)
+        ours = {"key_lengths": lengths}
+        theirs = {"attn_mask": torch.arange(7, device=device) < lengths.view(2, 1, 1, 1)}
+    have, want = attend(*x, **ours), F.scaled_dot_product_attention(*x, **theirs)
     torch.testing.assert_close(have, want)
-    _, lse = functional.scaled_dot_product_attention(*x, **ours, return_lse=True)
+    _, lse = attend(*x, **ours, return_lse=True)
     assert lse.shape == (B, H, 5) and lse.isfinite().all()
     if grad:
         weight = torch.randn_like(have)
@@ -1439,15 +1313,6 @@ def test_no_features(backend, device, d, dv, case, grad):
 # --------------------------------------------------------------------------------------- weights
 
 
-WEIGHTS = {
-    "plain": {},
-    "key mask": {"attn_mask": (B, 1, 1, SK)},
-    "mask": {"attn_mask": (1, H, SQ, SK), "is_causal": True},
-    "bias": {"bias": (H, SQ, SK), "window": (30, 8), "causal_alignment": "bottom_right"},
-    "lengths": {"key_lengths": True, "scale": 0.1, "softcap": 3.0},
-    "alibi": {"alibi_slopes": (H,), "is_causal": True},
-    "sinks": {"sinks": (H,), "key_lengths": True},
-}
 CHOICES = [
     (None, None),
     (slice(3, 60, 7), slice(1, None)),
@@ -1457,27 +1322,26 @@ CHOICES = [
 
 @pytest.mark.sample
 @pytest.mark.parametrize("rows, heads", CHOICES, ids=["all", "slices", "tensors"])
-@pytest.mark.parametrize("case", list(WEIGHTS))
+@pytest.mark.parametrize("case", ["plain", "key mask", "mask", "bias", "lengths", "alibi", "sinks"])
 def test_weights(backend, device, case, rows, heads):
     """What the fused op weighs the values by: its output with the identity as values."""
-    options = dict(WEIGHTS[case])
-    for name, shape in options.items():
-        if name == "attn_mask":
-            options[name] = torch.rand(shape, device=device) > 0.3
-            options[name][..., 0, :] = False
-        elif name in ("bias", "alibi_slopes", "sinks"):
-            options[name] = torch.rand(shape, device=device)
-        elif name == "key_lengths":
-            options[name] = torch.tensor([SK, 0], device=device)
+    mask = torch.rand(1, H, SQ, SK, device=device) > 0.3
+    mask[..., 0, :] = False
+    lengths, of_heads = torch.tensor([SK, 0], device=device), torch.rand(H, device=device)
+    band = {"window": (30, 8), "causal_alignment": "bottom_right"}
+    options = {
+        "plain": {},
+        "key mask": {"attn_mask": torch.rand(B, 1, 1, SK, device=device) > 0.3},
+        "mask": {"attn_mask": mask, "is_causal": True},
+        "bias": {"bias": torch.rand(H, SQ, SK, device=device), **band},
+        "lengths": {"key_lengths": lengths, "scale": 0.1, "softcap": 3.0},
+        "alibi": {"alibi_slopes": of_heads, "is_causal": True},
+        "sinks": {"sinks": of_heads, "key_lengths": lengths},
+    }[case] | {"enable_gqa": True}
     rows, heads = (x.to(device) if isinstance(x, torch.Tensor) else x for x in (rows, heads))
-    x = qkv(g=1, device=device)
-    eye = torch.eye(SK, device=device).expand(B, 1, SK, SK)
-    want = functional.scaled_dot_product_attention(
-        x["query"], x["key"], eye, enable_gqa=True, **options
-    )
-    have = ff.attention_weights(
-        x["query"], x["key"], enable_gqa=True, rows=rows, heads=heads, **options
-    )
+    q, k, _ = qkv(g=1, device=device).values()
+    want = attend(q, k, torch.eye(SK, device=device).expand(B, 1, SK, SK), **options)
+    have = ff.attention_weights(q, k, rows=rows, heads=heads, **options)
     want = want if heads is None else want[:, heads]
     want = want if rows is None else want[:, :, rows]
     torch.testing.assert_close(have, want, atol=2e-5, rtol=2e-5)
@@ -1498,33 +1362,7 @@ def test_weights_of_a_hidden_key(backend, device):
     torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, 5, device=device))
 
 
-def test_every_feature_in_several_tiles(device, against_oracle, tiles):
-    tiles(32, 16)
-    sizes = {"sq": 40, "sk": 75}
-    mask, bias = masks(device, **sizes), biases(device, h=4, **sizes)
-    q, k = (torch.tensor(n, dtype=torch.int32, device=device) for n in ((0, 30, 45), (0, 20, 63)))
-    attention = functional.scaled_dot_product_attention
-    with use_backend("triton"):
-        against_oracle(with_lse, qkv(**sizes, d=16, device=device))
-        sinks = torch.randn(2, device=device)
-        against_oracle(with_lse, {**qkv(**sizes, d=16, device=device), "sinks": sinks})
-        for case in (mask["key_mask"], mask["together"], bands(device, sk=75)["together"]):
-            against_oracle(attention, qkv(**sizes, d=16, device=device), **case)
-        for name in ("shared", "together", "keys together"):
-            x = {**qkv(h=4, g=2, **sizes, d=16, device=device), "bias": bias[name][0]}
-            options = {n: t for n, t in bias[name][1].items() if n != "attn_mask"}
-            against_oracle(attention, x, **options, enable_gqa=True)
-        x = qkv(1, 2, 45, 63, 16, g=1, device=device)
-        offsets = {"cu_seqlens_q": q, "cu_seqlens_k": k, "max_q": 30, "max_k": 43}
-        options = {"is_causal": True, "causal_alignment": "bottom_right"}
-        x = {n: t.squeeze(0).transpose(0, 1) for n, t in x.items()}
-        against_oracle(functional.packed_attention, x, **offsets, **options)
-        options["alibi_slopes"] = torch.tensor([[0.3, 0.1], [0.2, 0.7]], device=device)
-        x["bias"] = torch.randn(63, device=device)
-        against_oracle(functional.packed_attention, x, **offsets, **options)
-
-
-# ------------------------------------------------------------------------------------- bad input
+# --------------------------------------------------------------------- head dims, tiles, launches
 
 
 @pytest.mark.parametrize(
@@ -1542,7 +1380,7 @@ def test_wide_heads(dims, dtype, backend, device, against_oracle, tiles):
     given = dict(is_causal=True, causal_alignment="bottom_right", softcap=5.0)
     against_oracle(with_lse, x, **given, dropout_p=0.2, dropout_seed=1)
     few = {name: t.to(dtype) for name, t in qkv(1, 2, 2, 300, dims[0], device=device).items()}
-    against_oracle(functional.scaled_dot_product_attention, few, is_causal=True)
+    against_oracle(attend, few, is_causal=True)
     packed = {name: t[0].transpose(0, 1) for name, t in x.items() if name != "bias"}
     offsets = {name: torch.tensor(n, dtype=torch.int32, device=device) for name, n in (
         ("cu_seqlens_q", (0, 17, 20)), ("cu_seqlens_k", (0, 30, 50)))}  # fmt: skip
@@ -1638,7 +1476,7 @@ def test_tiles_that_are_walked(device, tiles, work, window, alignment, lengths, 
                 of_columns += int(seen[:, : -(-length // bn)].any(2).sum())
     with use_backend("triton"):
         out = []
-        run = functional.scaled_dot_product_attention
+        run = attend
         found = work(lambda: out.append(run(*x, **options)))
         assert (found.launches, found.products) == (1, 2 * of_rows)
         of_programs = found.programs * (1 if lengths is None else 2)  # the queries; the length
@@ -1692,7 +1530,7 @@ def test_kernels_that_are_launched(device, work, monkeypatch, case):
         x["sinks"] = torch.randn(2, device=device)
     leaves = {name: t.requires_grad_(name in wanted) for name, t in x.items()}
     with use_backend("triton"):
-        found = work(lambda: functional.scaled_dot_product_attention(**leaves).sum().backward())
+        found = work(lambda: attend(**leaves).sum().backward())
     assert found.launches == expected
     assert bool(weights) == (case in ("sinks", "bias of rows, sinks", "bias of rows, fixed sinks"))
 
@@ -1707,7 +1545,7 @@ def test_tiles_of_a_bias_gradient_that_are_walked(device, tiles, work, window):
     i, j = torch.arange(64)[:, None], torch.arange(80)
     seen = ((j <= i + right) & (j >= i - left)).view(4, 16, 5, 16).any(3).any(1)
     with use_backend("triton"):
-        out = functional.scaled_dot_product_attention(**x, bias=bias, window=window)
+        out = attend(**x, bias=bias, window=window)
         found = work(out.sum().backward)
     assert (found.launches, found.products) == (2, 2 * 2 * 2 * int(seen.sum()))
 
@@ -1722,8 +1560,8 @@ def test_a_bias_gradient_of_wide_heads(device, against_oracle, work, dtype, d, d
     x["value"] = torch.randn(1, 2, 30, dv, device=device).to(dtype)
     x["bias"] = torch.randn(20, 30, device=device)
     with use_backend("triton"):
-        against_oracle(functional.scaled_dot_product_attention, x)
+        against_oracle(attend, x)
         bias = x["bias"].requires_grad_()
-        out = functional.scaled_dot_product_attention(**x)
+        out = attend(**x)
         found = work(lambda: torch.autograd.grad(out.sum(), bias))
     assert (found.launches, found.products) == (2, 2 * parts)

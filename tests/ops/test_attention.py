@@ -933,10 +933,12 @@ def test_the_output_has_the_memory_order_of_the_query(backend, device, option, m
     options = {n: t.to(device) if hasattr(t, "to") else t for n, t in options.items()}
     q, k, v = (torch.randn(2, s, 3, 8, device=device, requires_grad=True) for s in (7, 9, 9))
 
+    def output(*given):
+        out = attend(*given, **options)
+        return out[0] if option == "lse" else out
+
     def call(*given):
-        out = attend(*(x.transpose(1, 2) for x in given), **options)
-        out = out[0] if option == "lse" else out
-        return out.transpose(1, 2).view(2, 7, 24)
+        return output(*(x.transpose(1, 2) for x in given)).transpose(1, 2).view(2, 7, 24)
 
     if mode == "compiled":
         torch._dynamo.reset()
@@ -946,6 +948,7 @@ def test_the_output_has_the_memory_order_of_the_query(backend, device, option, m
         assert gradient.is_contiguous() or backend == "reference"
     with torch.no_grad():
         assert call(q, k, v).is_contiguous()
+        assert output(*(x.transpose(1, 2).contiguous() for x in (q, k, v))).is_contiguous()
 
 
 class Largest(TorchDispatchMode):

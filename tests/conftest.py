@@ -177,18 +177,16 @@ def fresh():
 
 @pytest.fixture(scope="session")
 def compiled():
-    """compiled(name): what the compile gate's worker answers to a case, with its loops where the
-    cost ledger has them; with `translate`, the digests of its GPU IR alone.
+    """compiled(name): what the compile gate's worker answers to a case; with `translate`, the
+    digests of its GPU IR alone.
     """
-    from benchmarks.proof import cases, cost
+    from benchmarks.proof import cases
 
     worker = cases.Worker()
 
     @functools.cache
     def answer(name, translate=False):
-        case = cases.CASES[name]
-        loops = case["arch"] in cost.CHIPS and not translate
-        return worker.ask({**case, "loops": loops, "translate": translate})
+        return worker.ask({**cases.CASES[name], "translate": translate})
 
     yield answer
     worker.close()

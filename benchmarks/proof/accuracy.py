@@ -36,14 +36,13 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # otherwise the interpreter's sums depend on the cores
+# Otherwise the interpreter's sums depend on the cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor
@@ -57,6 +56,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CONDITIONS = ("benign", "ill")
 OURS = ("reference", "triton")
+KEY = ("op", "case", "condition", "dtype", "quantity", "provider")
+FIGURES = ("max error", "error", "ratio", "of limit")
 CONSTANT = ("cos", "sin", "teacher_input", "teacher_weight", "teacher_bias")  # without a gradient
 
 Tensors = dict[str, Tensor]
@@ -182,12 +183,10 @@ def _distilled(ill: bool, dtype: torch.dtype, rows: int, v: int, width: int, k: 
 
 _DROPOUT = {"dropout_p": 0.1, "dropout_seed": 7}
 _CLAMPED = {"alpha": 1.702, "limit": 1.0, "offset": 1.0}
-_LENGTHS = {"key_lengths": lambda: torch.tensor([100, 37])}
 _NONE = {"reduction": "none", "label_smoothing": 0.1}
 _FORM = {"reduction": "none", "z_loss": 1e-3, "softcap": 30.0, "temperature": 0.7}
 _ENTROPY = {**_FORM, "return_entropy": True}
 _KL = {"reduction": "sum", "smoothing": "kl", "ignore_index": 0, "label_smoothing": 0.1}
-_CAUSAL = {"is_causal": True}
 
 
 def _window(n: int, sinks: int = 0) -> Tensor:
@@ -197,45 +196,33 @@ def _window(n: int, sinks: int = 0) -> Tensor:
     return near
 
 
-_BLOCKS = {"blocks": lambda: _window(300)}
-_HOLES = {"attn_mask": lambda: _window(300, 20)}
-_PACKED_BLOCKS = {"blocks": lambda: _window(264, 5)}
+_attention = partial(Case, "scaled_dot_product_attention")
+_bias = partial(_qkv, bias=lambda: torch.randn(2, 100, 100))
+_lengths = partial(_qkv, key_lengths=lambda: torch.tensor([100, 37]))
+_blocks = partial(_qkv, blocks=lambda: _window(300))
+_holes = partial(_qkv, attn_mask=lambda: _window(300, 20))
+_packed_blocks = partial(_packed, blocks=lambda: _window(264, 5))
 
 CASES = [
-    Case("scaled_dot_product_attention", "65x127, D 40", _qkv, (2, 2, 65, 127, 40)),
-    Case("scaled_dot_product_attention", "one query, D 64", _qkv, (8, 8, 1, 200, 64)),
-    Case(
-        "scaled_dot_product_attention", "200, D 128, causal", _qkv, (1, 2, 200, 200, 128), _CAUSAL
+    _attention("65x127, D 40", _qkv, (2, 2, 65, 127, 40)),
+    _attention("one query, D 64", _qkv, (8, 8, 1, 200, 64)),
+    _attention("200, D 128, causal", _qkv, (1, 2, 200, 200, 128), {"is_causal": True}),
+    _attention("1000, D 64", _qkv, (1, 2, 1000, 1000, 64), {}, False),
+    _attention("100, D 256", _qkv, (1, 2, 100, 100, 256)),
+    _attention("100, D 64, bias", _bias, (2, 2, 100, 100, 64)),
+    _attention(
+        "100, D 64, lengths, grouped heads", _lengths, (2, 4, 100, 100, 64, 2), {"enable_gqa": True}
     ),
-    Case("scaled_dot_product_attention", "1000, D 64", _qkv, (1, 2, 1000, 1000, 64), {}, False),
-    Case("scaled_dot_product_attention", "100, D 256", _qkv, (1, 2, 100, 100, 256)),
-    Case(
-        "scaled_dot_product_attention", "100, D 64, bias",
-        partial(_qkv, bias=lambda: torch.randn(2, 100, 100)), (2, 2, 100, 100, 64),
-    ),
-    Case(
-        "scaled_dot_product_attention", "100, D 64, lengths, grouped heads",
-        partial(_qkv, **_LENGTHS), (2, 4, 100, 100, 64, 2), {"enable_gqa": True},
-    ),
-    Case(
-        "scaled_dot_product_attention", "100, D 64, lengths, dropout",
-        partial(_qkv, **_LENGTHS), (2, 2, 100, 100, 64), _DROPOUT,
-    ),
-    Case(
-        "scaled_dot_product_attention", "300, D 64, block mask",
-        partial(_qkv, **_BLOCKS), (1, 2, 300, 300, 64),
-    ),
-    Case(
-        "scaled_dot_product_attention", "300, D 64, mask with holes",
-        partial(_qkv, **_HOLES), (1, 2, 300, 300, 64),
-    ),
+    _attention("100, D 64, lengths, dropout", _lengths, (2, 2, 100, 100, 64), _DROPOUT),
+    _attention("300, D 64, block mask", _blocks, (1, 2, 300, 300, 64)),
+    _attention("300, D 64, mask with holes", _holes, (1, 2, 300, 300, 64)),
     Case(
         "packed_attention", "63 + 1 + 100, D 64, causal", _packed, ((63, 1, 100), 2, 64),
-        {"max_q": 100, "max_k": 100, **_CAUSAL},
+        {"max_q": 100, "max_k": 100, "is_causal": True},
     ),
     Case(
-        "packed_attention", "63 + 1 + 200, D 64, block mask",
-        partial(_packed, **_PACKED_BLOCKS), ((63, 1, 200), 2, 64), {"max_q": 200, "max_k": 200},
+        "packed_attention", "63 + 1 + 200, D 64, block mask", _packed_blocks,
+        ((63, 1, 200), 2, 64), {"max_q": 200, "max_k": 200},
     ),
     Case("layer_norm", "37 x 100", _norm, (37, 100)),
     Case("layer_norm", "512 x 512", _norm, (512, 512), {}, False),
@@ -340,8 +327,7 @@ def measure(case: Case, condition: str, dtype: str, device: torch.device) -> lis
     kind = DTYPES[dtype]
     torch.manual_seed(zlib.crc32(f"{case} {condition}".encode()))
     made = case.make(condition == "ill", kind, *case.sizes)
-    tensors = {name: x.to(device) for name, x in made.items()}
-    tensors = {n: x.to(kind) if x.is_floating_point() else x for n, x in tensors.items()}
+    tensors = {n: x.to(device, kind if x.is_floating_point() else x.dtype) for n, x in made.items()}
     wide = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()}
     with computing("eager"):
         oracle = results(call, case, wide, kind)
@@ -353,13 +339,9 @@ def measure(case: Case, condition: str, dtype: str, device: torch.device) -> lis
             found = results(by_tutorial if tutorial else call, case, tensors, kind)
         for quantity, want in oracle.items():
             off = found[quantity].double() - want
+            key = case.op, case.name, condition, dtype, quantity, provider
             rows[provider, quantity] = {
-                "op": case.op,
-                "case": case.name,
-                "condition": condition,
-                "dtype": dtype,
-                "quantity": quantity,
-                "provider": provider,
+                **dict(zip(KEY, key)),
                 "max error": float(off.abs().max()),
                 "error": float(off.norm() / want.norm()),
                 "rounding": _rounding(found[quantity]),
@@ -401,20 +383,17 @@ def _of_limit(row: Row, eager: float, largest: float) -> float:
 
 def ledger(
     cases: Iterable[Case],
-    dtypes: Iterable[str],
+    dtypes: Collection[str],
     device: torch.device,
-    conditions: Iterable[str] = CONDITIONS,
-    verbose: bool = False,
+    conditions: Collection[str] = CONDITIONS,
 ) -> list[Row]:
     rows: list[Row] = []
-    dtypes, conditions = list(dtypes), list(conditions)
     for case in cases:
         started = time.perf_counter()
         for condition in conditions:
             for dtype in dtypes:
                 rows += measure(case, condition, dtype, device)
-        if verbose:
-            print(f"{time.perf_counter() - started:6.1f} s  {case}", file=sys.stderr, flush=True)
+        print(f"{time.perf_counter() - started:6.1f} s  {case}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -441,9 +420,6 @@ def prepare() -> torch.device:
 
 
 # ------------------------------------------------------------------------------------------- file
-
-KEY = ("op", "case", "condition", "dtype", "quantity", "provider")
-FIGURES = ("max error", "error", "ratio", "of limit")
 
 
 def stem(device: torch.device) -> str:
@@ -477,24 +453,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--op", action="append", choices=sorted({case.op for case in CASES}), help="only this one"
-    )
-    parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only this one")
-    parser.add_argument("--out", type=folder, help="the folder, benchmarks/results by default")
+    add, ops = parser.add_argument, sorted({case.op for case in CASES})
+    add("--op", action="append", choices=ops, help="only this one")
+    add("--dtype", action="append", choices=list(DTYPES), help="only this one")
+    add("--out", type=folder, help="the folder, benchmarks/results by default")
     arguments = parser.parse_args(argv)
     device = prepare()
     cases = [case for case in CASES if not arguments.op or case.op in arguments.op]
-    rows = ledger(cases, arguments.dtype or DTYPES, device, verbose=True)
-    out = arguments.out
-    if out is None and not (arguments.op or arguments.dtype):
-        out = RESULTS
-    if out is None:
+    rows = ledger(cases, arguments.dtype or DTYPES, device)
+    if arguments.out is None and (arguments.op or arguments.dtype):
         write_csv(rows, sys.stdout)
     else:
-        with (out / f"{stem(device)}.csv").open("w", newline="") as file:
+        path = (arguments.out or RESULTS) / f"{stem(device)}.csv"
+        with path.open("w", newline="") as file:
             write_csv(rows, file)
-        print(f"Wrote {out / stem(device)}.csv")
+        print(f"Wrote {path}")
     past = [row for row in rows if row["provider"] in OURS and not row["of limit"] <= 1]
     for row in past:
         print("PAST THE LIMIT:", *(row[n] for n in KEY), f"{row['of limit']:.2f}")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,8 @@ def _facts(op: str, size: int, kind: str) -> Case:
         return {"limit": kind == "limit"}
     if op == "layer_norm":
         return {"unbiased": kind == "unbiased"}
+    if op == "cross_entropy":
+        return {"ahead": kind == "ahead", "every": kind == "every option"}
     if op.startswith("dropout_add"):
         return {"input_bias": kind == "input_bias"}
     if op == "rotary_embedding":
@@ -182,10 +184,7 @@ _add("sm_90", "rotary_embedding", "bf16", (64,), ["quarter, norm"])
 _add("sm_90", "rotary_embedding", "fp32", (128,), ["norm"])
 _add("sm_90", "cross_entropy", "bf16", (512, 32768, 50257))
 _add("sm_90", "cross_entropy", "fp32", (32768,))
-for _v in (32768, 50257):
-    _case = CASES[f"sm_90 cross_entropy bf16 V={_v}"]
-    CASES[f"sm_90 cross_entropy bf16 V={_v} ahead"] = {**_case, "ahead": True}
-    CASES[f"sm_90 cross_entropy bf16 V={_v} every option"] = {**_case, "every": True}
+_add("sm_90", "cross_entropy", "bf16", (32768, 50257), ["ahead", "every option"])
 _add("sm_90", "linear_kl_div", "bf16", (32768,))
 _ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu2"
 _add("sm_90", "feed_forward", "bf16", (1024,), _dropped(_ACTIVATIONS, *_BOTH))
@@ -229,15 +228,26 @@ _variant("sm_90 feed_forward bf16 gelu, dropout", "torch's GEMM", choices=_by_to
 _variant("sm_90 decode bf16 D=128 one query, lengths", "batch-invariant", invariant=True)
 
 
+def _attention(
+    arch: str, d: int, kind: str, suffix: str, choices: dict[str, Any], **facts: Any
+) -> None:
+    """Add a case of attention in bfloat16 with choices, which the suffix names."""
+    case = {"arch": arch, "op": "attention", "dtype": "bf16", "d": d}
+    case |= {**_facts("attention", d, kind), "choices": choices, **facts}
+    size = f"D={d} S={facts['length']}" if "length" in facts else f"D={d}"
+    CASES[f"{arch} attention bf16 {size} {kind}, {suffix}"] = case
+
+
+def _bounds(choice: str) -> dict[str, str]:
+    return {f"attention {way} bounds": choice for way in ("forward", "backward")}
+
+
 def _hopper(dims: Iterable[int], kinds: Iterable[str], row: str = "Gluon 128 128") -> None:
     """Add cases with the forward for Hopper; a name leaves out its first row."""
     for d in dims:
         for kind in kinds:
-            name = f"sm_90 attention bf16 D={d} {kind}"
-            named = "Gluon" if row == "Gluon 128 128" else row
-            case = {"arch": "sm_90", "op": "attention", "dtype": "bf16", "d": d}
-            choices = {"attention forward": row}
-            CASES[f"{name}, {named}"] = {**case, **_facts("attention", d, kind), "choices": choices}
+            suffix = "Gluon" if row == "Gluon 128 128" else row
+            _attention("sm_90", d, kind, suffix, {"attention forward": row})
 
 
 _hopper((64, 128), ["plain", "plain, dropout", "causal", "causal, dropout", "key mask"])
@@ -257,41 +267,34 @@ _OF_BOTH = _dropped(["plain", "causal", "key mask"], *_BOTH)
 _OF_BOTH += ["window, bottom-right, lengths, dropout"]
 for _d, _also in (64, ["alibi, causal, dropout", "softcap, causal, dropout"]), (128, []):
     for _kind in _OF_BOTH + _also:
-        _variant(f"sm_90 attention bf16 D={_d} {_kind}", "Gluon backward", choices=_BACKWARD)
+        _attention("sm_90", _d, _kind, "Gluon backward", _BACKWARD)
 for _d in (64, 128):
     for _kind in ["block mask", *_dropped(["block mask", _BLOCKS])]:
         _rows = 32 if _d == 128 and "dropout" in _kind else 64
         _tiles = {"attention dkdv": f"Gluon {_rows} 64", "attention dq": "Gluon 128 64"}
         if _d == 128 and "causal" in _kind:
             del _tiles["attention dkdv"]  # too many registers
-        _variant(f"sm_90 attention bf16 D={_d} {_kind}", "Gluon backward", choices=_tiles)
+        _attention("sm_90", _d, _kind, "Gluon backward", _tiles)
 for _kind in ("2-D mask, dropout", "key bias, dropout", *_WITH_EVERY):
     for _d in (64, 128):
-        _base, _tiles = f"sm_90 attention bf16 D={_d} {_kind}", _BACKWARD
-        if _d == 128 and "bias" in _kind:
-            _tiles = _SMALL
-        _variant(_base, "Gluon backward", choices=_tiles)
+        _tiles = _SMALL if _d == 128 and "bias" in _kind else _BACKWARD
+        _attention("sm_90", _d, _kind, "Gluon backward", _tiles)
         if "2-D bias" in _kind:  # of each sequence and head
             _tiles = {**_tiles, "attention dq": "Gluon 128 64"}
-            _variant(_base, "own bias, Gluon backward", bias="own bf16", choices=_tiles)
+            _attention("sm_90", _d, _kind, "own bias, Gluon backward", _tiles, bias="own bf16")
 for _kind in ("plain", "causal, dropout"):
-    _base = f"sm_90 attention bf16 D=256 {_kind}"
-    _variant(_base, "Gluon backward", choices={"attention dq": "Gluon 128 32"})
+    _attention("sm_90", 256, _kind, "Gluon backward", {"attention dq": "Gluon 128 32"})
 for _drop in _BOTH:
     CASES[f"sm_90 attention bf16 D=64 2-D mask, all tiles{_drop}"] = {
         **CASES[f"sm_90 attention bf16 D=64 2-D mask{_drop}"],
-        "choices": {f"attention {way} bounds": "all tiles" for way in ("forward", "backward")},
+        "choices": _bounds("all tiles"),
     }
 
 
-def _short(arch: str, kernel: str, d: int, masks: list[str], length: int = 512) -> None:
+def _short(arch: str, kernel: str, d: int, kinds: list[str], length: int = 512) -> None:
     """Add cases with a backward in one kernel."""
-    for mask in masks:
-        kind, drop = mask.removesuffix(", dropout"), mask.endswith(", dropout")
-        shape = dict(arch=arch, op="attention", dtype="bf16", d=d, length=length, dropout=drop)
-        choice = {"choices": {"attention short backward": kernel}}
-        name = f"{arch} attention bf16 D={d} S={length} {mask}, {kernel}"
-        CASES[name] = {**shape, **NOTHING, **MASKS[kind], **choice}
+    for kind in kinds:
+        _attention(arch, d, kind, kernel, {"attention short backward": kernel}, length=length)
 
 
 _USUAL = ["plain", "key mask, dropout", "causal, dropout"]
@@ -302,35 +305,22 @@ _short("sm_90", "scratch", 64, ["2-D mask, dropout", f"{_EVERY}, dropout"])
 _short("sm_90", "scratch", 64, ["key mask, dropout", "2-D mask, dropout"], 128)
 _short("sm_90", "scratch", 128, [*_USUAL, f"{_EVERY}, dropout"])
 _short("sm_90", "scratch", 32, ["key mask, dropout"])
-for _arch in ("sm_80", "sm_89", "sm_120"):
-    _short(_arch, "scratch", 64, [*_USUAL, f"{_EVERY}, dropout"][: 4 if _arch == "sm_80" else 2])
-    if _arch == "sm_80":
-        _short(_arch, "scratch", 32, ["key mask, dropout"])
+_short("sm_80", "scratch", 64, [*_USUAL, f"{_EVERY}, dropout"])
+_short("sm_80", "scratch", 32, ["key mask, dropout"])
+for _arch in ("sm_89", "sm_120"):
+    _short(_arch, "scratch", 64, _USUAL[:2])
 _short("sm_100", "scratch", 64, _USUAL)
+_SEPARATE = {"attention short backward": "separate kernels"}
 for _arch, _d in (("sm_90", 64), ("sm_90", 128), ("sm_80", 64), ("sm_100", 64)):
-    _base = f"{_arch} attention bf16 D={_d} S=512 key mask, dropout, "
-    _short(_arch, "separate kernels", _d, ["key mask, dropout"])
-    CASES[_base + "bounds in the kernels"] = CASES.pop(_base + "separate kernels")
-    CASES[_base + "bounds in the kernels"]["choices"] |= {
-        f"attention {way} bounds": "bounds" for way in ("forward", "backward")
-    }
-_variant(
-    "sm_90 attention bf16 D=64 key mask, dropout",
-    "64 64 4 3",
-    choices={"attention forward": [64, 64, 4, 3]},
-)
+    _ways = _SEPARATE | _bounds("bounds")
+    _attention(_arch, _d, "key mask, dropout", "bounds in the kernels", _ways, length=512)
+_64_WIDE = {"attention forward": [64, 64, 4, 3]}
+_attention("sm_90", 64, "key mask, dropout", "64 64 4 3", _64_WIDE)
 # The kernels in Gluon at the standard shapes: at S = 512 and B = 64 they read bounds of the mask.
-for _s in (128, 512):
-    _ways = {"attention forward": "Gluon 128 128", **_BACKWARD}
-    for _way in ("forward", "backward"):
-        _ways[f"attention {_way} bounds"] = "bounds" if _s == 512 else "all tiles"
-    _base = f"sm_90 attention bf16 D=64 S={_s} key mask, dropout, scratch"
-    _ways["attention short backward"] = "separate kernels"
-    CASES[_base.replace("scratch", "Gluon")] = {**CASES[_base], "choices": _ways}
-CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch, shared keys"] = {
-    **CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch"],
-    "groups": 2,
-}
+for _s, _read in ((128, "all tiles"), (512, "bounds")):
+    _ways = {"attention forward": "Gluon 128 128"} | _BACKWARD | _SEPARATE | _bounds(_read)
+    _attention("sm_90", 64, "key mask, dropout", "Gluon", _ways, length=_s)
+_variant("sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch", "shared keys", groups=2)
 
 # ------------------------------------------------------------------------------------ the workers
 
@@ -370,12 +360,10 @@ class Worker:
 
 
 def compile_all(
-    cases: dict[str, Case],
-    progress: Callable[[str, dict[str, Any] | None], None],
-    translations: dict[str, str],
-) -> None:
-    """Call `progress` with the name of each case and the worker's answer as soon as it is there:
-    {"records", "limit", "seconds"} or {"error"}; None if the case is translated as it was before.
+    names: Iterable[str], translations: dict[str, str]
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yield the name of each case and the worker's answer as soon as it is there: {"records",
+    "limit", "seconds"} or {"error"}; None if the case is translated as it was before.
     """
     free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     workers = [Worker() for _ in range(WORKERS)]
@@ -384,18 +372,18 @@ def compile_all(
         worker = free.get()
         try:
             if name in translations:
-                answer = worker.ask({**cases[name], "translate": True})
+                answer = worker.ask({**CASES[name], "translate": True})
                 if "error" not in answer and translation(answer) == translations[name]:
                     return name, None
-            return name, worker.ask(cases[name])
+            return name, worker.ask(CASES[name])
         finally:
             free.put(worker)
 
     for worker in workers:
         free.put(worker)
     with ThreadPoolExecutor(WORKERS) as pool:
-        for done in as_completed([pool.submit(ask, name) for name in cases]):
-            progress(*done.result())
+        for done in as_completed([pool.submit(ask, name) for name in names]):
+            yield done.result()
     for worker in workers:
         worker.close()
 
@@ -403,10 +391,10 @@ def compile_all(
 # -------------------------------------------------------------------------------------- the data
 
 
-def keys(cases: dict[str, Case] = CASES) -> dict[str, str]:
+def keys() -> dict[str, str]:
     """Return the key of each case as keys.py makes it: one process, some milliseconds a case."""
     worker = Worker()
-    answers = {name: worker.ask({**case, "key": True}) for name, case in cases.items()}
+    answers = {name: worker.ask({**case, "key": True}) for name, case in CASES.items()}
     worker.close()
     errors = [f"{name}: {x['error']}" for name, x in answers.items() if "error" in x]
     if errors:

@@ -21,7 +21,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -51,55 +51,54 @@ def spills(name: str, kernels: list[Kernel]) -> list[str]:
 
 def problems(name: str, answer: dict[str, Any]) -> list[str]:
     """Return what is wrong with a compiled case beside what the data show, in words."""
-    case, found = CASES[name], []
-    single = case["dtype"] == "fp32"
-    for record in answer["records"]:
-        kernel = record["kernel"]
+    return [
+        f"{record['kernel']}: {problem}"
+        for record in answer["records"]
+        for problem in _problems(CASES[name], record, answer["limit"])
+    ]
 
-        def say(text: str, kernel: str = kernel) -> None:
-            found.append(f"{kernel}: {text}")
 
-        if record["shared"] > answer["limit"]:
-            say(f"{record['shared']} bytes of shared memory, the limit is {answer['limit']}")
-        if record["tensor_memory"] > 512:
-            say(f"{record['tensor_memory']} columns of tensor memory, there are 512")
-        if record["f64"]:
-            say("float64 arithmetic")
-        if case.get("activation") == "relu" and kernel.startswith("hidden") and record["drops_nan"]:
-            say("NaN is dropped, by a maximum or a comparison")
-        # A small tile of a mask, or bytes one by one: not 16 bytes for each thread.
-        small = record["blocks"].get("rows", 1) * record["blocks"].get("columns", 1) < 1024
-        few = kernel == "bounds" and (small or _unaligned(case))
-        few |= kernel == "clear_tail"  # it loads two numbers
-        if not record["vectors"] and not few:
-            say("no load of 16 bytes")
-        # A program of a sequence that is shorter than others, but if it owns all of the sequence.
-        # With a block mask, all are one.
-        of_sequence = case.get("packed") and case["mask"] != "blocks"
-        of_sequence = of_sequence and kernel not in ("delta", "short_backward", "clear_tail")
-        of_attention = case["op"] in ("attention", "decode")
-        if of_attention and record["ends_early"] != bool(of_sequence):
-            say("a branch to the end" if record["ends_early"] else "no end before the work")
-        asked_for = record["kernel"] == "backward_dbias"
-        asked_for |= record["kernel"] == "hopper_dq" and case["bias"] == "own bf16"
-        large = case["op"] == "attention" and record["largest"] >= case["length"] ** 2 > 2**20
-        if large and not asked_for:
-            say(f"an argument has {record['largest']} elements, Sq * Sk: neither mask nor bias")
-        if not record["dots"]:
-            continue
-        few = case["op"] == "decode" and record["blocks"]["rows"] < 64  # the rows of a wgmma
-        few = few or case.get("d", 0) > 256  # whose sums of 64 rows would not fit the registers
-        if case["arch"] == "sm_90" and not single and record["matrix"] != "wgmma" and not few:
-            say(f"the matrix instruction is {record['matrix']}")
-        if record["matrix"] == "-":
-            say("no matrix instruction")
-        if record["stages"] > 1 and record["asynchronous"] == "-":
-            say("no asynchronous copies, with more than one stage")
-        if single and record["precision"] != "tf32x3":
-            say(f"float32 products by {record['precision']}")
-        if single and record["parts"] < 3:
-            say(f"{record['parts']} tf32 products for a float32 one")
-    return found
+def _problems(case: dict[str, Any], record: dict[str, Any], limit: int) -> Iterator[str]:
+    kernel, single = record["kernel"], case["dtype"] == "fp32"
+    if record["shared"] > limit:
+        yield f"{record['shared']} bytes of shared memory, the limit is {limit}"
+    if record["tensor_memory"] > 512:
+        yield f"{record['tensor_memory']} columns of tensor memory, there are 512"
+    if record["f64"]:
+        yield "float64 arithmetic"
+    if case.get("activation") == "relu" and kernel.startswith("hidden") and record["drops_nan"]:
+        yield "NaN is dropped, by a maximum or a comparison"
+    # A small tile of a mask, or bytes one by one: not 16 bytes for each thread.
+    small = record["blocks"].get("rows", 1) * record["blocks"].get("columns", 1) < 1024
+    few = kernel == "bounds" and (small or _unaligned(case))
+    few |= kernel == "clear_tail"  # it loads two numbers
+    if not record["vectors"] and not few:
+        yield "no load of 16 bytes"
+    # A program of a sequence that is shorter than others, but if it owns all of the sequence.
+    # With a block mask, all are one.
+    if case["op"] in ("attention", "decode"):
+        whole = case["mask"] == "blocks" or kernel in ("delta", "short_backward", "clear_tail")
+        if record["ends_early"] != (case["packed"] and not whole):
+            yield "a branch to the end" if record["ends_early"] else "no end before the work"
+    asked_for = kernel == "backward_dbias"
+    asked_for |= kernel == "hopper_dq" and case["bias"] == "own bf16"
+    large = case["op"] == "attention" and record["largest"] >= case["length"] ** 2 > 2**20
+    if large and not asked_for:
+        yield f"an argument has {record['largest']} elements, Sq * Sk: neither mask nor bias"
+    if not record["dots"]:
+        return
+    few = case["op"] == "decode" and record["blocks"]["rows"] < 64  # the rows of a wgmma
+    few = few or case.get("d", 0) > 256  # whose sums of 64 rows would not fit the registers
+    if case["arch"] == "sm_90" and not single and record["matrix"] != "wgmma" and not few:
+        yield f"the matrix instruction is {record['matrix']}"
+    if record["matrix"] == "-":
+        yield "no matrix instruction"
+    if record["stages"] > 1 and record["asynchronous"] == "-":
+        yield "no asynchronous copies, with more than one stage"
+    if single and record["precision"] != "tf32x3":
+        yield f"float32 products by {record['precision']}"
+    if single and record["parts"] < 3:
+        yield f"{record['parts']} tf32 products for a float32 one"
 
 
 # -------------------------------------------------------------------------------------- the table
@@ -152,15 +151,13 @@ def wrong(name: str, answer: dict[str, Any]) -> list[str]:
     """Return what is wrong with a compiled case, in words."""
     if "error" in answer:
         return [answer["error"]]
-    loops = cost.ledger({name: answer}).get(name, [])
-    return problems(name, answer) + judged(name, rows(answer), loops)
+    return problems(name, answer) + judged(name, rows(answer), cost.ledger(name, answer))
 
 
 def entry(name: str, answer: dict[str, Any]) -> dict[str, Any]:
     """Return what the data hold of a compiled case."""
-    loops = cost.ledger({name: answer}).get(name, [])
-    kernels = rows(answer)
-    return {"translation": translation(answer), "kernels": kernels, "costs": cost.rows(loops)}
+    costs = cost.rows(cost.ledger(name, answer))
+    return {"translation": translation(answer), "kernels": rows(answer), "costs": costs}
 
 
 def print_table(table: Table, names: list[str]) -> None:
@@ -172,8 +169,7 @@ def print_table(table: Table, names: list[str]) -> None:
 
 def changes(name: str, answer: dict[str, Any], known: dict[str, Any]) -> list[str]:
     """Return how the loops of a compiled case differ from the data, in words."""
-    loops = cost.ledger({name: answer}).get(name, [])
-    return cost.grown(loops, cost.read_case(name, known))
+    return cost.grown(cost.ledger(name, answer), cost.read_case(name, known))
 
 
 def mend(
@@ -190,13 +186,13 @@ def mend(
     """
     found: list[str] = []
     started = time.time()
-
-    def done(name: str, answer: dict[str, Any] | None) -> None:
+    translations = {name: case["translation"] for name, case in known.items() if translates}
+    for name, answer in compile_all(names, translations):
         if answer is None:
-            known[name] = {**known[name], "key": keys[name]}
+            known[name]["key"] = keys[name]
             write()
             print(f"the same GPU IR  {name}", flush=True)
-            return
+            continue
         seconds = f"{time.time() - started:5.0f} s  {answer.get('seconds', 0):5.1f} s of processor"
         remarks = wrong(name, answer)
         found.extend(f"{name}: {text}" for text in remarks)
@@ -206,22 +202,16 @@ def mend(
             known[name] = {"key": keys[name], **entry(name, answer)}
             write()
         print(f"{seconds}  {name}", *(f"    {text}" for text in remarks), sep="\n", flush=True)
-
-    asked = {n: {**CASES[n], "loops": CASES[n]["arch"] in cost.CHIPS} for n in names}
-    compile_all(asked, done, {n: known[n]["translation"] for n in known if translates})
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="fail if a case is stale")
-    parser.add_argument(
-        "--mend", action="store_true", help=f"compile stale cases, write {DATA.relative_to(ROOT)}"
-    )
-    parser.add_argument("--all", action="store_true", help="compile the cases that are known too")
-    parser.add_argument(
-        "--only", default="", metavar="REGEX", help="only the cases whose name matches"
-    )
+    add = parser.add_argument
+    add("--check", action="store_true", help="fail if a case is stale")
+    add("--mend", action="store_true", help=f"compile stale cases, write {DATA.relative_to(ROOT)}")
+    add("--all", action="store_true", help="compile the cases that are known too")
+    add("--only", default="", metavar="REGEX", help="only the cases whose name matches")
     options = parser.parse_args()
     try:
         named = [name for name in CASES if re.search(options.only, name)]

@@ -13,6 +13,7 @@ chosen, holds for the whole process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -23,13 +24,12 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-CACHE = ROOT / ".cache" / "triton"
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
-os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE))
+os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / ".cache" / "triton"))
 sys.path.append(str(ROOT))
 
 import torch
@@ -46,7 +46,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.proof import keys, sass
+from benchmarks.proof import cost, keys, sass
 from fastformer.batch_invariance import batch_invariant
 from fastformer.description import Attention, pack
 
@@ -90,7 +90,7 @@ class Driver:
 
 
 def read_nvidia(kernel: Any, log: str) -> dict[str, Any]:
-    ptx = kernel.asm["ptx"]
+    ptx, first = kernel.asm["ptx"], kernel.asm["ttir" if "ttir" in kernel.asm else "ttgir"]
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     return dict(
         registers=int(re.findall(r"Used (\d+) registers", log)[-1]),
@@ -103,10 +103,12 @@ def read_nvidia(kernel: Any, log: str) -> dict[str, Any]:
             or re.search(r"cp\.async\.cg\.shared\.global.*, 0x10|cp\.async\.bulk\.tensor", ptx)
         ),
         f64=".f64" in ptx,
+        ends_early="cf.cond_br" in first,  # in the first form that the kernel has
         drops_nan=bool(re.search(r"\b(max|min)\.(ftz\.)?b?f\d|\bsetp\.(gt|leu)\.b?f\d", ptx)),
     )
 
 
+@functools.cache
 def read_loops(kernel: Any) -> dict[str, Any]:
     """What cost.py weighs: the instructions of each innermost loop and of the kernel."""
     code, warps = sass.disassemble(kernel.asm["cubin"]), kernel.metadata.num_warps
@@ -174,16 +176,13 @@ class Recorder:
     def __init__(self) -> None:
         self.driver = Driver()
         self.records: list[dict[str, Any]] = []
-        self.facts: dict[str, dict[str, Any]] = {}  # by the hash of a kernel
-        self.loops_of: dict[str, dict[str, Any]] = {}  # the same, which takes a disassembler
         self.loops = self.translate = False
         driver.set_active(self.driver)
-        self.run_jit, self.compile = JITFunction.run, triton.compiler.compile
-        recorder = self
+        run_jit, self.compile = JITFunction.run, triton.compiler.compile
 
         def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-            kernel = recorder.run_jit(function, *args, grid=grid, warmup=True, **options)
-            recorder.note(function, kernel, args, {**options, "grid": grid})
+            kernel = run_jit(function, *args, grid=grid, warmup=True, **options)
+            self.note(function, kernel, args, {**options, "grid": grid})
 
         JITFunction.run = run
         triton.compiler.compile = self.compile_and_read
@@ -211,56 +210,49 @@ class Recorder:
                 return self.compile_and_read(source, target, **options)
             finally:
                 del os.environ["TRITON_ALWAYS_COMPILE"]
-        facts = read_nvidia(kernel, log.getvalue())
-        first = kernel.asm["ttir" if "ttir" in kernel.asm else "ttgir"]  # Gluon has no other
-        facts["ends_early"] = "cf.cond_br" in first
         kernel.translated = sass.digest(kernel.asm["ttgir"])
-        self.facts[kernel.hash] = {**facts, **read_products(kernel)}
+        kernel.facts = read_nvidia(kernel, log.getvalue()) | read_products(kernel)
         return kernel
 
     def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
         given = dict(named(function.arg_names, args))
         if not self.driver.compiles:
-            facts = [*given], options, self.largest_argument(args)
+            facts = [*given], options, largest_argument(args)
             self.records.append(dict(key=(kernel.key, keys.describe(facts))))
             return
         sides = dict(rows="rows", columns="columns", features="features", BLOCK="columns")
         sides["row_tiles"] = "row_tiles"  # of an unrolled loop
-        launched = dict(
+        record = dict(
             kernel=function.fn.__name__.lstrip("_").removesuffix("_kernel"),
             blocks={side: given[name] for name, side in sides.items() if given.get(name)},
             programs=math.prod(options.pop("grid")),
             stages=options.get("num_stages", 0),
             options=options,
-            largest=self.largest_argument(args),
+            largest=largest_argument(args),
             translated=kernel.translated,
         )
-        if self.translate:
-            self.records.append(launched)
-            return
-        if self.loops and kernel.hash not in self.loops_of:
-            self.loops_of[kernel.hash] = read_loops(kernel)
-        self.records.append(
-            dict(
-                **launched,
+        if not self.translate:
+            record |= dict(
                 hash=kernel.hash,
                 warps=kernel.metadata.num_warps,
                 shared=kernel.metadata.shared,
                 tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
-                **self.facts[kernel.hash],
-                **(self.loops_of[kernel.hash] if self.loops else {}),
+                **kernel.facts,
+                **(read_loops(kernel) if self.loops else {}),
             )
-        )
+        self.records.append(record)
 
-    def largest_argument(self, args: tuple[Any, ...]) -> int:
-        """Elements of memory behind the largest tensor that is not the mask or the bias given."""
-        return max(
-            a.untyped_storage().nbytes() // a.element_size()
-            for _, a in named(range(len(args)), args)
-            if isinstance(a, torch.Tensor) and a.untyped_storage()._cdata not in self.large
-        )
 
-    large: ClassVar[set[int]] = set()
+large: set[int] = set()  # the memory of the mask and the bias that a call is given
+
+
+def largest_argument(args: tuple[Any, ...]) -> int:
+    """Elements of memory behind the largest tensor that is not in `large`."""
+    return max(
+        a.untyped_storage().nbytes() // a.element_size()
+        for _, a in named(range(len(args)), args)
+        if isinstance(a, torch.Tensor) and a.untyped_storage()._cdata not in large
+    )
 
 
 # -------------------------------------------------------------------------------------- the calls
@@ -287,7 +279,7 @@ def described(case: dict[str, Any], heads: int, mask: Any, bias: Any, **more: An
     )  # fmt: skip
 
 
-def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
+def call_attention(case: dict[str, Any]) -> None:
     batch, heads, groups, length = 2, 4, case.get("groups", 4), case["length"]
     dtype, d = DTYPES[case["dtype"]], case["d"]
     batch = 1 if d > 256 else batch  # so that only what has Sq * Sk elements has so many
@@ -295,7 +287,7 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     masks = {"key": (batch, 1, 1, length), "2d": (batch, 1, length, length)}
     biases = {"key": (1, 1, 1, length), "2d": (1, heads, length, length), "mask": masks["2d"]}
     biases["own"] = (batch, heads, length, length)
-    needs = [True, True, True, bool(case["bias"]), case["sinks"]]
+    learns_bias = bool(case["bias"]) and not case["bias"].startswith("mask")
     blocks = {}
     if case["mask"] == "blocks":
         case, whole = {**case, "mask": ""}, 1 if case["packed"] else batch
@@ -304,27 +296,23 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
         blocks["mask_lists"] = empty(3, 4096, dtype=torch.int16)
         blocks["mask_bits"] = empty(1024, 256, dtype=torch.int32)
     if case["packed"]:
+        forward, backward = attention.packed_forward, attention.packed_backward
         offsets = empty(batch + 1, dtype=torch.int32)
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        bias = given(case, "bias", {"key": (batch * length,)})
         lengths = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=length, max_k=length)
-        options = described(case, heads, None, bias, **lengths, **blocks)
-        arguments = pack([query, key, value, options])
-        saved = attention.packed_forward(*arguments, False)
-        attention.packed_backward(torch.empty_like(saved[0]), None, *arguments, *saved, needs)
-        return
+        biases["key"] = (batch * length,)
+    else:
+        forward, backward = attention.forward, attention.backward
+        lengths = dict(key_lengths=empty(batch, dtype=torch.int32) if case["lengths"] else None)
     mask, bias = given(case, "mask", masks), given(case, "bias", biases)
-    recorder.large = {x.untyped_storage()._cdata for x in (mask, bias) if x is not None}
-    lengths = empty(batch, dtype=torch.int32) if case["lengths"] else None
-    options = described(case, heads, mask, bias, key_lengths=lengths, **blocks)
-    arguments = pack([query, key, value, options])
-    saved = attention.forward(*arguments, False)
-    needs[3] = bias is not None and not case["bias"].startswith("mask")
-    gradient = empty(*saved[0].shape, dtype=dtype)
-    attention.backward(gradient, None, *arguments, *saved, needs)
+    large.update(x.untyped_storage()._cdata for x in (mask, bias) if x is not None)
+    arguments = pack([query, key, value, described(case, heads, mask, bias, **lengths, **blocks)])
+    saved = forward(*arguments, False)
+    gradient, needs = empty(*saved[0].shape, dtype=dtype), [True, True, True, learns_bias]
+    backward(gradient, None, *arguments, *saved, [*needs, case["sinks"]])
 
 
-def call_decode(case: dict[str, Any], recorder: Recorder) -> None:
+def call_decode(case: dict[str, Any]) -> None:
     """Few queries to many keys, of 32 heads in 8 groups at batch 1."""
     heads, groups, length, queries = 32, 8, case["length"], case["queries"]
     dtype, d = DTYPES[case["dtype"]], case["d"]
@@ -352,18 +340,18 @@ def rows(case: dict[str, Any], tensors: int, parameters: int) -> list[torch.Tens
     return [empty(*shape, dtype=DTYPES[case["dtype"]]) for shape in shapes]
 
 
-def call_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
+def call_layer_norm(case: dict[str, Any]) -> None:
     x, weight, bias = rows(case, 1, 2)
     arguments = (x, (case["n"],), weight, bias, 1e-5, case["unbiased"])
     both(layer_norm, "", arguments, [True] * 3)
 
 
-def call_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
+def call_rms_norm(case: dict[str, Any]) -> None:
     x, weight = rows(case, 1, 1)
     both(layer_norm, "rms_", (x, (case["n"],), weight, 1e-5), [True] * 2)
 
 
-def call_dropout_add(case: dict[str, Any], recorder: Recorder) -> None:
+def call_dropout_add(case: dict[str, Any]) -> None:
     rms = case["op"] == "dropout_add_rms_norm"
     x, residual, *parameters = rows(case, 2, 1 if rms else 2)
     own = rows(case, 0, 1)[0] if case["input_bias"] else None
@@ -375,10 +363,10 @@ def call_dropout_add(case: dict[str, Any], recorder: Recorder) -> None:
     getattr(layer_norm, f"{prefix}backward")(*gradients, *options, *saved, needs)
 
 
-def call_cross_entropy(case: dict[str, Any], recorder: Recorder) -> None:
+def call_cross_entropy(case: dict[str, Any]) -> None:
     v, dtype = case["v"], DTYPES[case["dtype"]]
     logits, target = empty(4096, v, dtype=dtype), empty(4096, dtype=torch.int64)
-    every, ahead = case.get("every", False), case.get("ahead", False)
+    every, ahead = case["every"], case["ahead"]
     more = (empty(v, dtype=torch.float32), 1e-4, 30.0, 0.7) if every else (None, 0.0, None, 1.0)
     options = "mean", 0, 0.1, "kl", *more, every
     loss, entropy, lse, totals, gradient = cross_entropy.forward(logits, target, *options, ahead)
@@ -389,14 +377,14 @@ def call_cross_entropy(case: dict[str, Any], recorder: Recorder) -> None:
         cross_entropy.backward(*saved, [True])
 
 
-def call_linear_kl_div(case: dict[str, Any], recorder: Recorder) -> None:
+def call_linear_kl_div(case: dict[str, Any]) -> None:
     v, dtype = case["v"], DTYPES[case["dtype"]]
     x, weight = empty(2048, 64, dtype=dtype), empty(v, 64, dtype=dtype)
     options = x, weight, None, None, None, "mean", False, 30.0, 0.7
     divergence.forward(x, weight, *options, [True, True, False])
 
 
-def call_embed(case: dict[str, Any], recorder: Recorder) -> None:
+def call_embed(case: dict[str, Any]) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     weight, positional = empty(32768, n, dtype=dtype), empty(512, n, dtype=dtype)
     tokens = empty(8, 512, dtype=torch.int64)
@@ -404,7 +392,7 @@ def call_embed(case: dict[str, Any], recorder: Recorder) -> None:
     both(embedding, "", arguments, [True, False])
 
 
-def call_rotary_embedding(case: dict[str, Any], recorder: Recorder) -> None:
+def call_rotary_embedding(case: dict[str, Any]) -> None:
     """8 sequences of 4096 tokens, of 32 heads in 8 groups, as a projection lays them out."""
     dtype, d = DTYPES[case["dtype"]], case["d"]
     query, key = (empty(8, 4096, n, d, dtype=dtype).transpose(1, 2) for n in (32, 8))
@@ -416,34 +404,28 @@ def call_rotary_embedding(case: dict[str, Any], recorder: Recorder) -> None:
     rotary.backward(*map(torch.empty_like, outputs), *saved, *options, [True] * 4)
 
 
-def call_gated(case: dict[str, Any], recorder: Recorder) -> None:
+def call_gated(case: dict[str, Any]) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     x, w, w_2 = (empty(*shape, dtype=dtype) for shape in ((512, 1024), (2 * n, 1024), (1024, n)))
     arguments = (x, w, None, w_2, None, 0.1, empty(1, dtype=torch.int64))
     both(feed_forward, f"{case['op']}_", arguments, [True, True, False, True, False])
 
 
-def call_gated_activation(case: dict[str, Any], recorder: Recorder) -> None:
+def call_gated_activation(case: dict[str, Any]) -> None:
     gate, value = (empty(512, case["n"], dtype=DTYPES[case["dtype"]]) for _ in range(2))
     form = (1.702, 7.0, 1.0) if case["limit"] else (1.0, None, 0.0)
     both(feed_forward, "activation_", (gate, value, "silu", *form), [True, True])
 
 
-def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
+def call_feed_forward(case: dict[str, Any]) -> None:
     d, width, dtype = case["d"], 4 * case["d"], DTYPES[case["dtype"]]
-    x, w_1, b_1 = (
-        empty(8, 512, d, dtype=dtype),
-        empty(width, d, dtype=dtype),
-        empty(width, dtype=dtype),
-    )
-    w_2, b_2 = empty(d, width, dtype=dtype), empty(d, dtype=dtype)
-    seed = empty((), dtype=torch.int64) if case["dropout"] else None
-    p = 0.1 if case["dropout"] else 0.0
-    arguments = (x, w_1, b_1, w_2, b_2, case["activation"], p, seed)
-    both(feed_forward, "", arguments, [True] * 5)
+    shapes = (8, 512, d), (width, d), (width,), (d, width), (d,)
+    tensors = [empty(*shape, dtype=dtype) for shape in shapes]
+    dropout = (0.1, empty((), dtype=torch.int64)) if case["dropout"] else (0.0, None)
+    both(feed_forward, "", (*tensors, case["activation"], *dropout), [True] * 5)
 
 
-def call_product(case: dict[str, Any], recorder: Recorder) -> None:
+def call_product(case: dict[str, Any]) -> None:
     """The products of a linear layer that do not sum over rows: y = x w^T + b, and dx = dy w."""
     d, dtype = case["d"], DTYPES[case["dtype"]]
     x, w, b = (empty(*shape, dtype=dtype) for shape in ((4096, d), (4 * d, d), (4 * d,)))
@@ -469,11 +451,6 @@ CALLS = {
 }
 
 
-def processor_seconds() -> float:
-    """Of this process and of ptxas, its child."""
-    return sum(os.times()[:4])
-
-
 def choose_as_on(row: str) -> None:
     """Make the launchers choose as on a GPU of this row of the configuration tables."""
     for name, module in sys.modules.items():  # whichever launchers read it
@@ -485,22 +462,23 @@ def choose_as_on(row: str) -> None:
 
 def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     target, row, limit = TARGETS[case["arch"]]
-    recorder.driver.target, recorder.records, recorder.large = target, [], set()
-    recorder.loops, recorder.translate = case.get("loops", False), case.get("translate", False)
+    recorder.driver.target, recorder.records = target, []
+    large.clear()
+    recorder.loops, recorder.translate = case["arch"] in cost.CHIPS, case.get("translate", False)
     recorder.driver.compiles = not case.get("key", False)
     knobs.runtime.add_stages_inspection_hook = end_behind_ttgir if recorder.translate else None
-    call = CALLS[case["op"]]
     choose_as_on(row)
-    started = processor_seconds()
+    started = os.times()
     try:
         choices = case.get("choices", {}).items()
         with tuned.forced({k: x if isinstance(x, str) else AttentionTiles(*x) for k, x in choices}):
-            call(case, recorder)
+            CALLS[case["op"]](case)
     except Exception:
         return dict(error=traceback.format_exc())
     if not recorder.driver.compiles:
         return dict(key=keys.digest((vars(target), [r["key"] for r in recorder.records])))
-    return dict(records=recorder.records, limit=limit, seconds=processor_seconds() - started)
+    seconds = sum(os.times()[:4]) - sum(started[:4])  # of this process and of ptxas, its child
+    return dict(records=recorder.records, limit=limit, seconds=seconds)
 
 
 def main() -> None:

@@ -18,12 +18,11 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import ROOT
 from benchmarks import table as markdown_table
@@ -31,8 +30,6 @@ from benchmarks.proof.cases import CASES, DATA, Table
 
 TILE = 128 * 64
 PAGE = ROOT / "docs" / "machine_code.md"
-START = "<!-- {}: python -m benchmarks.proof.cost --docs -->"
-END = "<!-- end of {} -->"
 TRITON = metadata.version("triton")
 KNOWN = Path(__file__).with_name("known.tsv")
 
@@ -58,18 +55,16 @@ def known(kind: str, case: str, kernel: str) -> list[float]:
     ]
 
 
-@dataclass(frozen=True)
-class Chip:
-    """What a multiprocessor holds, and how many there are, from NVIDIA's whitepapers."""
+class Chip(NamedTuple):
+    """How many multiprocessors there are, and the bytes of shared memory that one holds."""
 
     count: int
-    shared: int = 233472  # bytes
-    registers: int = 65536
-    warps: int = 64
+    shared: int = 233472
 
 
-SCHEDULERS = 4  # of a multiprocessor, each of which issues an instruction of a warp in a clock
+# From NVIDIA's whitepapers. A scheduler issues an instruction of a warp in a clock.
 CHIPS = {"sm_80": Chip(108, shared=167936), "sm_90": Chip(132), "sm_100": Chip(148)}
+REGISTERS, WARPS, SCHEDULERS = 65536, 64, 4  # of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -87,61 +82,19 @@ class Entry:
     registers: int
     blocks: int  # that a multiprocessor holds at a time
     issue: float  # issue slots of a scheduler
-    exponentials: float  # instructions of a warp
-    products: float  # of 128 x 64 x 64 elements
-    moved: float  # bytes of global memory, of kernels without products and of few queries
-    outstanding: int | None  # groups of copies under way where a loop first waits; None: none
-    in_flight: float | None  # KB of loads, see `_in_flight`, where bytes are counted
+    exponentials: float = 0.0  # instructions of a warp
+    products: float = 0.0  # of 128 x 64 x 64 elements
+    moved: float = 0.0  # bytes of global memory, of kernels without products and of few queries
+    outstanding: int | None = None  # groups of copies under way where a loop first waits
+    # KB of loads that a multiprocessor has under way, where bytes are counted: those that a block
+    # does not wait for in between (sass.py), times the blocks that it holds, which are no more than
+    # its share of the grid. To keep the memory busy it takes the latency times the bandwidth: on an
+    # H200 800 ns times 4.3 TB/s, 26 KB for each multiprocessor.
+    in_flight: float | None = None
     # The share of a loop's exponentials that are issued while a wgmma of the same warps is under
     # way; None: the loop has no wgmma or no exponential.
     overlap: float | None = None
     local: float = 0.0  # accesses of a warp to local memory, where spilled registers lie
-
-
-def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
-    """Yield the entries of a case that compile_worker.py has compiled."""
-    case = CASES[name]
-    chip = CHIPS[case["arch"]]
-    for record in records:
-        threads = 32 * record["warps"]
-        registers = -(-record["registers"] // 8) * 8
-        blocks = min(
-            chip.registers // (registers * threads),
-            chip.shared // (record["shared"] + 1024),
-            chip.warps // record["warps"],
-            32,
-        )
-        tile, kernel = record["blocks"], record["kernel"]
-        attention = case["op"] in ("attention", "decode")
-        outer = tile.get("columns") or case["d"]
-        tiles = tile.get("row_tiles", 1)  # in a pass of the loop
-        if kernel == "hopper_dkdv" and tile["columns"] == 64:
-            tiles = 2
-        elements = tile.get("rows", 1) * outer * tiles
-        unit = TILE if attention and record["products"] else 128
-        if case["op"] == "decode" and record["products"]:
-            # Within `batch_invariant` each of the 4 heads of a group is a program of its own.
-            elements, unit = outer / (4 if kernel == "forward" else 1), 64
-        loops = [loop for loop in record["loops"] if loop["tensor"] or not record["products"]]
-        parts = _parts(case, loops, record["outstanding"])
-        for i, (loop, part) in enumerate(zip(loops, parts)):
-            # An unrolled loop computes more than one tile; the code of sm_100 does not say.
-            times = loop["product"] / record["products"][i] if loop["product"] else 1
-            inner = tile["features"] / 64 if "features" in tile else 1
-            waits = record["outstanding"][i] if record["products"] else None
-            factor = unit / (elements * inner * times)
-            product = record["products"][i] * times if record["products"] else 0
-            yield _entry(name, kernel, part, record, blocks, loop, product, factor, waits, chip)
-        if _is_standard(case):
-            for part, issued in record["beside"].items():
-                figures = record["registers"], blocks, float(issued), 0.0, 0.0, 0.0, None, None
-                yield Entry(name, kernel, part, *figures)
-        if not attention or not record["products"]:
-            rest = {key: n - sum(x[key] for x in loops) for key, n in record["whole"].items()}
-            if not loops or record["products"]:
-                yield _entry(
-                    name, kernel, "rest", record, blocks, rest, 0, 128 / elements, None, chip
-                )
 
 
 def _is_standard(case: dict[str, Any]) -> bool:
@@ -167,42 +120,70 @@ def _parts(
     return names
 
 
-def _in_flight(record: dict[str, Any], blocks: int, counts: dict[str, Any], chip: Chip) -> float:
-    """Return how many KB of loads a multiprocessor has under way: those that a block does not wait
-    for in between (sass.py), times the blocks that it holds, which are no more than its
-    share of the grid. To keep the memory busy it takes the latency times the bandwidth: on an H200
-    800 ns times 4.3 TB/s, 26 KB for each multiprocessor.
-    """
-    return min(blocks, record["programs"] / chip.count) * counts["in_flight"] / 1000
+def ledger(name: str, answer: dict[str, Any]) -> list[Entry]:
+    """Return the entries of a case that compile_worker.py has compiled, of each kernel once."""
+    if CASES[name]["arch"] not in CHIPS:
+        return []
+    records = {record["hash"]: record for record in answer["records"]}
+    return [entry for record in records.values() for entry in _of_kernel(name, record)]
 
 
-def _entry(
-    name: str, kernel: str, part: str, record: dict[str, Any], blocks: int, counts: dict[str, Any],
-    product: float, factor: float, waits: int | None, chip: Chip,
-) -> Entry:  # fmt: skip
-    slots = record["warps"] / SCHEDULERS * factor
-    bound = not record["products"] or CASES[name]["op"] == "decode"
-    return Entry(
-        name, kernel, part, record["registers"], blocks,
-        issue=counts["issue"] * slots,
-        exponentials=counts["exponential"] * slots,
-        products=product / (TILE * 64) * factor,
-        moved=(counts["loaded"] + counts["stored"]) * factor if bound else 0.0,
-        outstanding=waits,
-        in_flight=_in_flight(record, blocks, counts, chip) if bound else None,
-        overlap=counts["beside"] / counts["exponential"] if part != "rest" and counts["wgmma"]
-        and counts["exponential"] else None,
-        local=counts["local"] * slots,
-    )  # fmt: skip
+def _of_kernel(name: str, record: dict[str, Any]) -> Iterator[Entry]:
+    case, kernel, tile, warps = CASES[name], record["kernel"], record["blocks"], record["warps"]
+    chip = CHIPS[case["arch"]]
+    registers = -(-record["registers"] // 8) * 8
+    blocks = min(
+        REGISTERS // (registers * 32 * warps),
+        chip.shared // (record["shared"] + 1024),
+        WARPS // warps,
+        32,
+    )
+    multiplies, attention = bool(record["products"]), case["op"] in ("attention", "decode")
+    of_memory = not multiplies or case["op"] == "decode"
 
+    def entry(
+        part: str, counts: dict[str, Any], factor: float, product: int = 0, waits: int | None = None
+    ) -> Entry:
+        slots = warps / SCHEDULERS * factor
+        overlaps = part != "rest" and counts["wgmma"] and counts["exponential"]
+        return Entry(
+            name, kernel, part, record["registers"], blocks,
+            issue=counts["issue"] * slots,
+            exponentials=counts["exponential"] * slots,
+            products=product / (TILE * 64) * factor,
+            moved=(counts["loaded"] + counts["stored"]) * factor if of_memory else 0.0,
+            outstanding=waits,
+            in_flight=min(blocks, record["programs"] / chip.count) * counts["in_flight"] / 1000
+            if of_memory else None,
+            overlap=counts["beside"] / counts["exponential"] if overlaps else None,
+            local=counts["local"] * slots,
+        )  # fmt: skip
 
-def ledger(answers: dict[str, dict[str, Any]]) -> dict[str, list[Entry]]:
-    """Return the entries of each case, each of its kernels once."""
-    return {
-        name: list(entries(name, {r["hash"]: r for r in answer["records"]}.values()))
-        for name, answer in answers.items()
-        if CASES[name]["arch"] in CHIPS and "error" not in answer
-    }
+    outer = tile.get("columns") or case["d"]
+    tiles = tile.get("row_tiles", 1)  # in a pass of the loop
+    if kernel == "hopper_dkdv" and tile["columns"] == 64:
+        tiles = 2
+    elements = tile.get("rows", 1) * outer * tiles
+    unit = TILE if attention and multiplies else 128
+    if case["op"] == "decode" and multiplies:
+        # Within `batch_invariant` each of the 4 heads of a group is a program of its own.
+        elements, unit = outer / (4 if kernel == "forward" else 1), 64
+    loops = [loop for loop in record["loops"] if loop["tensor"] or not multiplies]
+    for i, (loop, part) in enumerate(zip(loops, _parts(case, loops, record["outstanding"]))):
+        if not multiplies:
+            yield entry(part, loop, unit / elements)
+            continue
+        of_a_tile, inner = record["products"][i], tile.get("features", 64) / 64
+        # An unrolled loop computes more than one tile; the code of sm_100 does not say.
+        product = loop["product"] or of_a_tile
+        factor = unit / (elements * inner * product / of_a_tile)
+        yield entry(part, loop, factor, product, record["outstanding"][i])
+    if _is_standard(case):
+        for part, issued in record["beside"].items():
+            yield Entry(name, kernel, part, record["registers"], blocks, float(issued))
+    if (multiplies and not attention) or not (multiplies or loops):
+        rest = {key: n - sum(x[key] for x in loops) for key, n in record["whole"].items()}
+        yield entry("rest", rest, 128 / elements)
 
 
 # -------------------------------------------------------------------------------------- the table
@@ -223,12 +204,11 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def written(version: str, found: Iterable[Entry]) -> str:
+def written(entry: Entry) -> list[str]:
     def cell(x: Any) -> str:
         return "-" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
-    rows = ([e.case, e.kernel, e.part, *map(cell, astuple(e)[3:])] for e in found)
-    return "\n".join([HEADER.format(version=version), *markdown_table(COLUMNS, rows)])
+    return [entry.case, entry.kernel, entry.part, *map(cell, astuple(entry)[3:])]
 
 
 # The rows of the first table in docs/machine_code.md: a name, the call, and the kernels.
@@ -263,13 +243,13 @@ def _loop_cells(found: list[Entry]) -> list[str]:
     """
     whole = [e for e in found if e.part in ("full", "loop")]
     edge = [e for e in found if e.part in ("edge", "loop")]
-    shares = [(e.overlap or 0.0, e.exponentials or 0.0) for e in whole]
-    share = sum(part * n for part, n in shares) / sum(n for _, n in shares)
-    figures = [sum(e.issue for e in part) for part in (whole, edge)]
+    beside = sum((e.overlap or 0) * e.exponentials for e in whole)
     return [
-        *(f"{x:.0f}" for x in figures), f"{share:.0%}",
-        str(max(e.registers for e in found)), f"{max(e.local for e in found):.3g}",
-    ]  # fmt: skip
+        *(f"{sum(e.issue for e in part):.0f}" for part in (whole, edge)),
+        f"{beside / sum(e.exponentials for e in whole):.0%}",
+        str(max(e.registers for e in found)),
+        f"{max(e.local for e in found):.3g}",
+    ]
 
 
 # The rows of the second table: a name, the choice of kernels, and the kernel.
@@ -301,7 +281,8 @@ TABLES = {"loops": attention_loops, "starts": starts}
 def with_tables(page: str) -> str:
     """Return the text of docs/machine_code.md with the tables of the committed data."""
     for name, table in TABLES.items():
-        start, end = START.format(name), END.format(name)
+        start = f"<!-- {name}: python -m benchmarks.proof.cost --docs -->"
+        end = f"<!-- end of {name} -->"
         before, rest = page.split(start)
         lines = "\n".join(table(read(Table.read())))
         page = f"{before}{start}\n{lines}\n{end}{rest.split(end)[1]}"
@@ -382,19 +363,19 @@ def misused_registers(found: Iterable[Entry]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="only the cases that contain TEXT"
-    )
-    parser.add_argument("--docs", action="store_true", help=f"write the tables of {PAGE.name}")
+    add = parser.add_argument
+    add("--only", default="", metavar="TEXT", help="only the cases that contain TEXT")
+    add("--docs", action="store_true", help=f"write the tables of {PAGE.name}")
     options = parser.parse_args()
     if options.docs:
         PAGE.write_text(with_tables(PAGE.read_text()))
         return
     table = Table.read()
-    known = {name: found for name, found in read(table).items() if options.only in name}
+    known = [found for name, found in read(table).items() if options.only in name]
     if not known:
         parser.error(f"no case has {options.only!r} in its name")
-    print(written(table.triton, itertools.chain.from_iterable(known.values())))
+    lines = markdown_table(COLUMNS, (written(entry) for found in known for entry in found))
+    print(HEADER.format(version=table.triton), *lines, sep="\n")
 
 
 if __name__ == "__main__":

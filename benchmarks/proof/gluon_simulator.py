@@ -28,15 +28,18 @@ Values of 16 bits are float32 that are rounded where the kernel converts them.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import operator
 import random
 import textwrap
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -61,26 +64,21 @@ _NUMPY = {"bf16": np.float32, "fp16": np.float32, "fp32": np.float32, "int1": np
 
 def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
     """Round float32 to a dtype of 16 bits, to nearest even."""
-    if dtype.name == "fp16":
-        with np.errstate(over="ignore"):
-            return x.astype(np.float16).astype(np.float32)
-    if dtype.name != "bf16":
-        return x
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    bits = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    short = (bits & np.uint32(0xFFFF0000)).view(np.float32).reshape(x.shape)
-    return np.where(np.isnan(x), np.float32(np.nan), short)
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype.name)
+    return torch.from_numpy(x).to(kind).float().numpy() if kind else x
 
 
 def _raw(x: Any) -> Any:
     """Return the numbers of a value; anything else as it is."""
-    if isinstance(x, Pending):
+    if isinstance(x, Product):
         x.used()
     return x.data if isinstance(x, Value) else x
 
 
 class Value:
     """A tensor or a scalar of the kernel."""
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, data: Any) -> None:
         self.data = np.asarray(data)
@@ -99,6 +97,9 @@ class Value:
     def permute(self, *order: Any) -> Value:
         return Value(self.data.transpose(*order))
 
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
     def __index__(self) -> int:
         return int(self.data)
 
@@ -111,29 +112,25 @@ def _truncated(a: Any, b: Any) -> Any:
     return np.trunc(np.true_divide(a, b)).astype(np.result_type(a, b))
 
 
-def _operators() -> None:
-    def define(name: str, function: Callable[..., Any]) -> None:
-        def forward(self: Value, other: Any) -> Any:
-            if isinstance(other, Pointer):
-                return NotImplemented
-            with np.errstate(all="ignore"):
-                return Value(function(self.data, _raw(other)))
+def _define(name: str, function: Callable[..., Any]) -> None:
+    def forward(self: Value, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        return Value(function(self.data, _raw(other)))
 
-        def backward(self: Value, other: Any) -> Value:
-            with np.errstate(all="ignore"):
-                return Value(function(_raw(other), self.data))
+    def backward(self: Value, other: Any) -> Value:
+        return Value(function(_raw(other), self.data))
 
-        setattr(Value, f"__{name}__", forward)
-        setattr(Value, f"__r{name}__", backward)
+    setattr(Value, f"__{name}__", forward)
+    setattr(Value, f"__r{name}__", backward)
 
-    for name in ("add", "sub", "mul", "truediv", "xor", "and_", "or_", "lshift", "rshift"):
-        define(name.strip("_"), getattr(operator, name))
-    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
-        define(name, getattr(operator, name))
-    define("floordiv", _truncated)
-    define("mod", np.fmod)
-    Value.__neg__ = lambda self: Value(-self.data)  # type: ignore[attr-defined]
-    Value.__hash__ = None  # type: ignore[assignment]
+
+for _name in ("add", "sub", "mul", "truediv", "xor", "and_", "or_", "lshift", "rshift"):
+    _define(_name.strip("_"), getattr(operator, _name))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _define(_name, getattr(operator, _name))
+_define("floordiv", _truncated)
+_define("mod", np.fmod)
 
 
 class Pointer:
@@ -177,9 +174,6 @@ def argument(kernel: str, name: str, x: Tensor) -> Argument:
     return Argument(name, x, lambda: f"{kernel}, program {_now.program}, {_now.where()}:")
 
 
-_operators()
-
-
 # ------------------------------------------------------------------------ threads and their clocks
 
 Event = tuple[int, int]  # the number of a thread or of an asynchronous copy, and its time
@@ -204,7 +198,7 @@ class Thread:
         self.place, self.speed = "", 1.0
         self.done = False
         self.products: list[Product] = []  # under way
-        self.stores: list[tuple[Descriptor, list[int], Shared]] = []
+        self.stores: list[tuple[Pointer, np.ndarray, Shared]] = []
 
     def tick(self) -> Event:
         self.clock[self.number] = self.clock.get(self.number, 0) + 1
@@ -212,6 +206,15 @@ class Thread:
 
     def ready(self) -> bool:
         return not self.done and (self.waits is None or self.waits[0].passed(self.waits[1]))
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield what runs of the kernel and of the functions that it calls, the kernel last."""
+    frame = inspect.currentframe()
+    while frame:
+        if "_line" in frame.f_globals:
+            yield frame
+        frame = frame.f_back
 
 
 class Simulation:
@@ -231,9 +234,7 @@ class Simulation:
 
     def where(self) -> str:
         """Say which line of the kernel runs."""
-        frame = inspect.currentframe()
-        while frame and "_line" not in frame.f_globals:
-            frame = frame.f_back
+        frame = next(_frames(), None)
         line = f", {frame.f_code.co_name} line {frame.f_lineno}" if frame else ""
         return self.now.name + line
 
@@ -292,9 +293,7 @@ class Simulation:
         self.over.wait()
         if self.fault:
             raise self.fault
-        known: Clock = {}
-        for thread in self.threads:
-            known = _joined(known, thread.clock)
+        known = functools.reduce(_joined, [thread.clock for thread in self.threads])
         for load in self.loads:
             if not _happened(load.event, known):
                 raise Fault(f"nobody waits for {load.who}, which may be under way at the end")
@@ -304,7 +303,8 @@ class Simulation:
         thread.turn.clear()
         try:
             if not self.fault:
-                part()
+                with np.errstate(all="ignore"):
+                    part()
                 self._end(thread)
         except Exception as fault:
             self.fault = self.fault or fault
@@ -367,9 +367,9 @@ class Cell:
             raise Fault(f"{who} uses {self.name} without a fence after a plain access")
 
 
-def _part(parts: list[Any], i: int) -> int:
-    if not 0 <= i < len(parts):
-        raise Fault(f"{_now.where()}: {parts[0].name} is followed by {len(parts) - 1}, not {i}")
+def _part(i: Any, size: int, name: str) -> int:
+    if not 0 <= (i := int(i)) < size:
+        raise Fault(f"{_now.where()}: {name} is followed by {size - 1}, not {i}")
     return i
 
 
@@ -380,10 +380,7 @@ class Shared:
         self.data, self.cells, self.dtype = data, cells, dtype
 
     def index(self, i: Any) -> Shared:
-        if not 0 <= (i := int(i)) < min(len(self.cells), len(self.data)):
-            raise Fault(
-                f"{_now.where()}: {self.cells[0].name} has {len(self.cells)} parts, not {i}"
-            )
+        i = _part(i, min(len(self.cells), len(self.data)), self.cells[0].name)
         return Shared(self.data[i], [self.cells[i]], self.dtype)
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
@@ -450,7 +447,7 @@ class Several(list[Barrier]):
     """Barriers side by side."""
 
     def index(self, i: Any) -> Barrier:  # type: ignore[override]
-        return self[_part(self, int(i))]
+        return self[_part(i, len(self), self[0].name)]
 
 
 class Descriptor:
@@ -467,35 +464,23 @@ class Descriptor:
     def bytes(self) -> int:
         return int(np.prod(self.block_shape)) * self.dtype.primitive_bitwidth // 8
 
-    def _block(self, at: list[int]) -> tuple[Pointer, np.ndarray]:
+    def block(self, at: Any) -> tuple[Pointer, np.ndarray]:
         """Return the pointers to a block's elements, and whether they are in the matrix."""
         inside, places = np.asarray(True), np.asarray(0)
         for first, block, size, stride in zip(at, self.block_shape, self.shape, self.strides):
-            index = first + np.arange(block)
+            index = int(first) + np.arange(block)
             inside = inside[..., None] & (index >= 0) & (index < size)
             places = places[..., None] + index * stride
         return self.base + places, inside
-
-    def check(self, at: list[int], access: Callable[..., None]) -> None:
-        """Check a copy where it is issued."""
-        pointers, inside = self._block(at)
-        pointers.check(inside, access)
-
-    def load(self, at: list[int]) -> np.ndarray:
-        pointers, inside = self._block(at)
-        return pointers.load(inside)
-
-    def store(self, at: list[int], values: np.ndarray) -> None:
-        pointers, inside = self._block(at)
-        pointers.store(inside, values.reshape(inside.shape))
 
 
 class Load:
     """A TMA load that is under way."""
 
-    def __init__(self, source: Descriptor, at: list[int], bar: Barrier, target: Shared) -> None:
-        self.source, self.at, self.bar, self.target = source, at, bar, target
-        source.check(at, Argument.check_load)
+    def __init__(self, source: Descriptor, at: Any, bar: Barrier, target: Shared) -> None:
+        self.bytes, self.bar, self.target = source.bytes, bar, target
+        self.pointers, self.inside = source.block(at)
+        self.pointers.check(self.inside, Argument.check_load)
         self.who = f"the TMA load of {_now.where()}"
         _now.copied += 1
         self.event = (_now.copied, 1)
@@ -506,12 +491,13 @@ class Load:
         target.data[...] = np.nan
 
     def arrive(self) -> None:
-        self.target.data[...] = self.source.load(self.at).reshape(self.target.data.shape)
-        self.bar.arrive(self.clock, 0, -self.source.bytes)
+        data = self.target.data
+        data[...] = self.pointers.load(self.inside).reshape(data.shape)
+        self.bar.arrive(self.clock, 0, -self.bytes)
 
 
 class Product:
-    """A wgmma that is under way."""
+    """A wgmma that is under way, and its result, which a wait turns into a value."""
 
     def __init__(self, a: Any, b: Shared, sums: Any, adds: bool) -> None:
         self.operands, self.sums, self.adds = (a, b), sums, adds
@@ -523,24 +509,14 @@ class Product:
 
     def finish(self) -> None:
         a, b = (x.data.astype(np.float32) for x in self.operands)
-        with np.errstate(all="ignore"):
-            self.value = a @ b
-            if self.adds:
-                sums = self.sums
-                self.value = self.value + (
-                    sums.product.value if isinstance(sums, Pending) else sums.data
-                )
+        self.value = a @ b
+        if self.adds:
+            sums = self.sums
+            self.value = self.value + (sums.value if isinstance(sums, Product) else sums.data)
         self.done = _now.now.tick()
 
-
-class Pending:
-    """The result of a wgmma that is under way."""
-
-    def __init__(self, product: Product) -> None:
-        self.product = product
-
     def used(self, *_: Any) -> Any:
-        raise Fault(f"{_now.where()} uses the result of {self.product.who} before a wait")
+        raise Fault(f"{_now.where()} uses the result of {self.who} before a wait")
 
     __add__ = __sub__ = __mul__ = __rmul__ = __neg__ = used
     to = used
@@ -552,23 +528,19 @@ class Pending:
 def _same(a: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
     """Convert two operands to one dtype; a Python number takes that of the other one."""
     a, b = _raw(a), _raw(b)
+    number = b if isinstance(a, np.ndarray) else a
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         kind = np.float32 if np.float32 in (a.dtype, b.dtype) else np.result_type(a, b)
     else:
         kind = next((x.dtype for x in (a, b) if isinstance(x, np.ndarray)), None)
-        if kind is None or (kind.kind in "iu" and isinstance(_number(a, b), float)):
-            kind = np.float32 if isinstance(_number(a, b), float) else np.int32
+        if kind is None or (kind.kind in "iu" and isinstance(number, float)):
+            kind = np.float32 if isinstance(number, float) else np.int32
     return np.asarray(a, kind), np.asarray(b, kind)
 
 
-def _number(a: Any, b: Any) -> Any:
-    return b if isinstance(a, np.ndarray) else a
-
-
 def _fma(a: Any, b: Any, c: Any) -> Value:
-    with np.errstate(all="ignore"):
-        exact = _raw(a).astype(np.float64) * _raw(b).astype(np.float64) + _raw(c)
-        return Value(exact.astype(np.float32))
+    exact = _raw(a).astype(np.float64) * _raw(b).astype(np.float64) + _raw(c)
+    return Value(exact.astype(np.float32))
 
 
 def _high(a: Any, b: Any) -> Value:
@@ -576,28 +548,23 @@ def _high(a: Any, b: Any) -> Value:
     return Value((product >> np.uint64(32)).astype(np.uint32))
 
 
-def _quietly(function: Callable[..., Any]) -> Callable[..., Value]:
-    def call(*args: Any, **_: Any) -> Value:
-        with np.errstate(all="ignore"):
-            return Value(function(*map(_raw, args)))
-
-    return call
+def _by_numpy(function: Callable[..., Any]) -> Any:
+    return staticmethod(lambda *args, **_: Value(function(*map(_raw, args))))
 
 
 def _layout(*_: Any, **__: Any) -> None:
     """Stands for every layout: the simulator has none."""
 
 
-class NVMMASharedLayout:
-    get_default_for = staticmethod(_layout)
+_layout.get_default_for = _layout  # type: ignore[attr-defined]
 
 
 class Language:
     """What stands for `gl` and `tl`."""
 
     constexpr = staticmethod(lambda x: x)
-    SliceLayout = DotOperandLayout = BlockedLayout = SwizzledSharedLayout = staticmethod(_layout)
-    NVMMASharedLayout = NVMMASharedLayout
+    SliceLayout = DotOperandLayout = BlockedLayout = staticmethod(_layout)
+    SwizzledSharedLayout = NVMMASharedLayout = staticmethod(_layout)
     range = staticmethod(lambda *n: range(*map(int, n)))
     static_range = staticmethod(lambda *n: range(*map(int, n)))
     program_id = staticmethod(lambda axis: Value(np.int32(_now.program[axis])))
@@ -616,8 +583,8 @@ class Language:
     max = staticmethod(lambda x, axis: Value(np.fmax.reduce(_raw(x), axis)))
     sum = staticmethod(lambda x, axis: Value(np.sum(_raw(x), axis, dtype=_raw(x).dtype)))
     join = staticmethod(lambda a, b: Value(np.stack(np.broadcast_arrays(_raw(a), _raw(b)), -1)))
-    exp2, log2, abs = map(staticmethod, map(_quietly, (np.exp2, np.log2, np.abs)))
-    mul, add = map(staticmethod, map(_quietly, (operator.mul, operator.add)))
+    exp2, log2, abs = map(_by_numpy, (np.exp2, np.log2, np.abs))
+    mul, add = map(_by_numpy, (np.multiply, np.add))
     fma, umulhi = staticmethod(_fma), staticmethod(_high)
 
     PropagateNan = tl.PropagateNan
@@ -657,12 +624,7 @@ class Language:
         """Make shared memory. Its name is how the line begins that asks for it, in the kernel or in
         a function that the kernel calls.
         """
-        frame = inspect.currentframe()
-        lines = []
-        while frame:
-            if "_line" in frame.f_globals:
-                lines.append(frame.f_globals["_line"](frame))
-            frame = frame.f_back
+        lines = [frame.f_globals["_line"](frame) for frame in _frames()]
         name = lines[-2:][0].split("=")[0].strip()
         names = [f"{name}[{i}]" for i in range(shape[0])]
         if dtype.name == "int64":
@@ -695,14 +657,10 @@ class Mbarrier:
 
     @staticmethod
     def expect(bar: Barrier, bytes: Any, pred: Any = True) -> None:
-        Mbarrier._arrive(bar, 1, int(bytes), pred)
+        Mbarrier.arrive(bar, 1, pred, int(bytes))
 
     @staticmethod
-    def arrive(bar: Barrier, count: int = 1, pred: Any = True) -> None:
-        Mbarrier._arrive(bar, count, 0, pred)
-
-    @staticmethod
-    def _arrive(bar: Barrier, count: int, bytes: int, pred: Any) -> None:
+    def arrive(bar: Barrier, count: int = 1, pred: Any = True, bytes: int = 0) -> None:
         _now.step()
         if pred:
             _now.now.tick()
@@ -724,14 +682,14 @@ class Tma:
         _now.step()
         stores = _now.now.stores
         while len(stores) > pendings:
-            target, at, source = stores.pop(0)
-            target.store(at, source.data)
+            pointers, inside, source = stores.pop(0)
+            pointers.store(inside, source.data.reshape(inside.shape))
 
 
 def copy_in(source: Descriptor, at: Any, bar: Barrier, target: Shared, pred: Any = True) -> None:
     _now.step()
     if pred:
-        load = Load(source, [int(n) for n in at], bar, target)
+        load = Load(source, at, bar, target)
         _now.loads.append(load)
         _now.copies.append(load)
 
@@ -740,16 +698,16 @@ def copy_out(target: Descriptor, at: Any, source: Shared) -> None:
     _now.step()
     for cell in source.cells:
         cell.read(f"the TMA store of {_now.where()}", _now.now.tick(), True)
-    place = [int(n) for n in at]
-    target.check(place, Argument.check_store)
-    _now.now.stores.append((target, place, source))
+    pointers, inside = target.block(at)
+    pointers.check(inside, Argument.check_store)
+    _now.now.stores.append((pointers, inside, source))
 
 
 def multiply(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:
     _now.step()
     product = Product(a, b, acc, bool(use_acc))
     _now.now.products.append(product)
-    return Pending(product) if is_async else multiply_wait(0, [Pending(product)])
+    return product if is_async else multiply_wait(0, [product])
 
 
 def multiply_wait(num_outstanding: int, deps: Any) -> Any:
@@ -757,9 +715,7 @@ def multiply_wait(num_outstanding: int, deps: Any) -> Any:
     products = _now.now.products
     while len(products) > num_outstanding:
         products.pop(0).finish()
-    found = [
-        Value(x.product.value) if isinstance(x, Pending) and x.product.done else x for x in deps
-    ]
+    found = [Value(x.value) if isinstance(x, Product) and x.done else x for x in deps]
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -803,10 +759,6 @@ def _in_groups(change: Callable[[Any], Any], x: Any) -> Any:
     return type(x)(*fields) if hasattr(x, "_fields") else tuple(fields)
 
 
-def _given(x: Any) -> Any:
-    return _in_groups(_assigned, x)
-
-
 def _plain(x: Any) -> Any:
     return _in_groups(lambda field: getattr(field, "value", field), x)
 
@@ -841,12 +793,14 @@ class Kernel:
         """
         global _now
         given = {
-            n: _given(x) if n not in self.constants else _plain(x) for n, x in arguments.items()
+            n: _plain(x) if n in self.constants else _in_groups(_assigned, x)
+            for n, x in arguments.items()
         }
         grid = (*grid, 1, 1)[:3]
         for program in np.ndindex(grid):
             _now = Simulation(program, grid, seed)
-            self.kernel(**given)
+            with np.errstate(all="ignore"):
+                self.kernel(**given)
 
     def _function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if function in self.made:

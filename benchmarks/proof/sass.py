@@ -9,7 +9,6 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +23,7 @@ _LABEL = re.compile(r"^\s*(\.L\w+):")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 
 # Instructions that are counted by the first word of their names.
-UNITS = {"tensor": "HGMMA HMMA UTCHMMA", "local": "LDL STL"}
-_UNIT_OF = {name: unit for unit, names in UNITS.items() for name in names.split()}
-
+UNITS = {"tensor": ("HGMMA", "HMMA", "UTCHMMA"), "local": ("LDL", "STL")}
 _COPIES = {"LDGSTS": "loaded", "LDG": "loaded", "STG": "stored"}
 
 
@@ -93,10 +90,9 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
     beside       exponentials that are issued while a wgmma of the same warps is under way
     """
     names = [instruction.name.split(".")[0] for instruction in instructions]
-    units = Counter(_UNIT_OF.get(name, "other") for name in names)
-    counts: dict[str, Any] = {unit: units[unit] for unit in UNITS}
-    counts["issue"] = len([name for name in names if name != "NOP"])
-    counts["exponential"] = len([i for i in instructions if i.name.startswith("MUFU.EX2")])
+    counts: dict[str, Any] = {unit: sum(map(names.count, own)) for unit, own in UNITS.items()}
+    counts["issue"] = len(names) - names.count("NOP")
+    counts["exponential"] = sum(i.name.startswith("MUFU.EX2") for i in instructions)
     counts |= dict.fromkeys(("product", "loaded", "stored"), 0)
     copied, waits = 0, []
     for name, operands in instructions:
@@ -104,10 +100,9 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
             m, n, k = map(int, re.findall(r"\d+", name.split(".")[1]))
             counts["product"] += m * n * k * warps // 4
         elif name.startswith("HMMA"):  # 16816 is 16 x 8 x 16
-            shape = re.match(r"(16)(8)(\d+)", name.split(".")[1])
+            shape = re.fullmatch(r"168(\d+)", name.split(".")[1])
             assert shape, name
-            m, n, k = map(int, shape.groups())
-            counts["product"] += m * n * k * warps
+            counts["product"] += 16 * 8 * int(shape[1]) * warps
         elif name.startswith("LDGSTS"):
             copied += _bytes(name) * 32 * warps
         elif name == "DEPBAR.LE":  # as many groups of copies may be under way behind it
@@ -190,14 +185,9 @@ def beside_products(loop: list[Instruction]) -> int:
 
 
 def _bytes(name: str) -> int:
-    """Return the bytes that a thread moves: LDS.128, LDS.U8, or LDSM.16.M88.4, in which a warp
-    moves 4 matrices of 8 x 16 bytes.
-    """
-    words = name.split(".")
-    if words[0] in ("LDSM", "STSM"):
-        return 4 * int(words[-1]) if words[-1] in ("2", "4") else 4
+    """Return the bytes that a thread copies by an instruction: LDG.E.128, STG.E.U8."""
     sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
-    return next((sizes[word] for word in words if word in sizes), 4)
+    return next((sizes[word] for word in name.split(".") if word in sizes), 4)
 
 
 def products(ttir: str) -> list[int]:

@@ -78,7 +78,7 @@ def test_loops_that_wait_or_grow(tmp_path):
     def ledger(issue, waits):
         loop = dict.fromkeys(COUNTED, 0) | dict(issue=issue, tensor=8, product=2 * 128 * 64 * 64)
         record = {**RECORD, "outstanding": waits, "loops": [loop, loop], "whole": loop}
-        return cost.ledger({PLAIN: dict(records=[record])})[PLAIN]
+        return cost.ledger(PLAIN, dict(records=[record]))
 
     assert cost.waits(ledger(300, [2, 4])) == []
     assert len(cost.waits(ledger(300, [2, 0]))) == len(cost.waits(ledger(300, [2, None]))) == 1
@@ -106,8 +106,8 @@ def test_loops_that_misuse_registers():
             "products": [2 * 128 * 64 * 64],
             "whole": loop,
         }
-        found = cost.ledger({case: dict(records=[{**record, "loops": [loop]}])})
-        return cost.misused_registers(found[case])
+        found = cost.ledger(case, dict(records=[{**record, "loops": [loop]}]))
+        return cost.misused_registers(found)
 
     assert wrong() == wrong(beside=0) == []
     assert "accesses to local memory" in wrong(local=1)[0]
@@ -163,7 +163,7 @@ def test_machine_code_is_read_as_before(compiled, name):
     table = cases.Table.read()
     if table.triton != version("triton"):
         pytest.skip(f"the data are of Triton {table.triton}")
-    assert cost.rows(cost.ledger({name: compiled(name)})[name]) == table.cases[name]["costs"]
+    assert cost.rows(cost.ledger(name, compiled(name))) == table.cases[name]["costs"]
 
 
 ATTENTION = ("forward", "backward_dkdv", "backward_dq")

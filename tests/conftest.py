@@ -238,6 +238,29 @@ def same_when_far(spread):
 
 
 @pytest.fixture
+def rounded_once():
+    """rounded_once(function, tensors, fixed): the kernels' output and gradients are those in
+    float64, rounded at their end alone: to 16 bits, the dtype of the tensors. Those of `fixed` have
+    no gradient.
+    """
+    pytest.importorskip("triton")
+
+    def rounded_once(function, tensors, fixed=()):
+        dtype, results, cotangent = next(iter(tensors.values())).dtype, [], None
+        for backend, kept in (("triton", dtype), ("reference", torch.float64)):
+            given = {name: x.detach().to(kept) for name, x in tensors.items()}
+            leaves = [x.requires_grad_() for name, x in given.items() if name not in fixed]
+            with use_backend(backend):
+                out = function(**given)
+            cotangent = torch.randn_like(out) if cotangent is None else cotangent
+            results.append((out, *torch.autograd.grad(out, leaves, cotangent.to(kept))))
+        for a, b in zip(*results):
+            assert (a != b.to(dtype)).double().mean() < 0.05  # those between two
+
+    return rounded_once
+
+
+@pytest.fixture
 def tiles(monkeypatch):
     """tiles(BM, BN): the tiles of every attention kernel, for the rest of the test."""
     plan = pytest.importorskip("fastformer.kernels.attention.plan")

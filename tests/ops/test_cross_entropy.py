@@ -1,6 +1,4 @@
-"""cross_entropy and linear_cross_entropy on both backends, against the written-out formula in
-float64, and against torch's own and the tutorials' loss.
-"""
+"""Both losses on both backends, against the formula in float64, torch's and the tutorials' loss."""
 
 import functools
 import itertools
@@ -12,12 +10,17 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
-from fastformer import eager, numerics, use_backend
+from fastformer import eager, use_backend
 from fastformer.ops import functional
 from fastformer.ops.loss import reference
 
 LOW = [torch.float16, torch.bfloat16]
-LINEAR = "linear_cross_entropy"
+REDUCTIONS = "mean", "sum", "none"
+
+
+@pytest.fixture
+def kernels():
+    return pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
 
 
 def targets(*shape, classes, device="cpu", ignored=(), every=5):
@@ -40,6 +43,7 @@ def linear(m, n, v, dtype=torch.float32, device="cpu", bias=True):
     }
 
 
+KL = {"smoothing": "kl", "ignore_index": 3, "label_smoothing": 0.2}
 CASES = {
     "plain": {},
     "sum": {"reduction": "sum"},
@@ -51,12 +55,7 @@ CASES = {
     "all smoothing": {"label_smoothing": 1.0},
     "kl": {"smoothing": "kl", "ignore_index": 0, "label_smoothing": 0.1, "reduction": "sum"},
     "kl of the last class": {"smoothing": "kl", "ignore_index": 36, "label_smoothing": 0.4},
-    "kl, none": {
-        "smoothing": "kl",
-        "ignore_index": 3,
-        "label_smoothing": 0.2,
-        "reduction": "none",
-    },
+    "kl, none": KL | {"reduction": "none"},
     "kl without smoothing": {"smoothing": "kl", "ignore_index": 3},
     "kl without a padding class": {"smoothing": "kl", "ignore_index": -7, "label_smoothing": 0.2},
     "weights": {"weight": torch.linspace(0.2, 3, 37), "ignore_index": -1},
@@ -65,15 +64,13 @@ CASES = {
         "ignore_index": 2,
     },
     "weights, kl, sum": {
-        "weight": torch.linspace(0.2, 3, 37), "smoothing": "kl", "ignore_index": 3,
-        "label_smoothing": 0.2, "reduction": "sum", "z_loss": 0.01,
+        **KL, "weight": torch.linspace(0.2, 3, 37), "reduction": "sum", "z_loss": 0.01,
     },
     "softcap, temperature": {"softcap": 5.0, "temperature": 0.7, "label_smoothing": 0.1},
     "entropy": {"return_entropy": True, "ignore_index": -1},
     "every option, none": {
-        "weight": torch.linspace(0.2, 3, 37), "smoothing": "kl", "ignore_index": 3,
-        "label_smoothing": 0.2, "reduction": "none", "z_loss": 0.1, "softcap": 5.0,
-        "temperature": 1.5, "return_entropy": True,
+        **KL, "weight": torch.linspace(0.2, 3, 37), "reduction": "none", "z_loss": 0.1,
+        "softcap": 5.0, "temperature": 1.5, "return_entropy": True,
     },
 }  # fmt: skip
 
@@ -94,48 +91,47 @@ def joined(op):
 
 def target_of(case, *shape, classes, device):
     index = CASES[case].get("ignore_index")
-    return targets(
-        *shape, classes=classes, device=device, ignored=() if index is None else (index,)
-    )
+    ignored = () if index is None else (index,)
+    return targets(*shape, classes=classes, device=device, ignored=ignored)
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("case", list(CASES))
-def test_given_logits(backend, device, against_oracle, case, dtype):
+def test_against_the_oracle(backend, device, against_oracle, case, dtype):
+    """Of logits, and of a linear layer."""
     target = target_of(case, 23, classes=37, device=device)
     x = logits(23, 37, dtype=dtype, device=device)
     against_oracle(joined(functional.cross_entropy), x, target=target, **CASES[case])
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
-@pytest.mark.parametrize("case", list(CASES))
-def test_linear(backend, device, against_oracle, case, dtype):
-    target = target_of(case, 23, classes=37, device=device)
     x = linear(23, 24, 37, dtype=dtype, device=device)
     against_oracle(joined(functional.linear_cross_entropy), x, target=target, **CASES[case])
 
 
-@pytest.mark.parametrize("case", ["smoothed, ignored", "kl, none", "every option, none"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_chunks_and_blocks(device, against_oracle, monkeypatch, case, bias):
-    """Several chunks of tokens, the last one cut, and several blocks of classes."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
-    monkeypatch.setattr(kernels, "CHUNK", 8)
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    "case",
+    ["kl", "kl, none", "smoothed, ignored", "weights, smoothed, z-loss", "weights, kl, sum",
+     "entropy", "every option, none"],
+)  # fmt: skip
+def test_chunks_and_blocks(device, against_oracle, monkeypatch, kernels, case):
+    """Several blocks of classes, and chunks of four tokens: the last one has three, or one, or is
+    the first.
+    """
+    monkeypatch.setattr(kernels, "CHUNK", 4)
     monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
-    for rows in (21, 9, 1):  # the last chunk has five, or one, or is the first
-        target = targets(rows, classes=37, device=device)
-        target[target == 3] = 4  # the only row is not ignored
-        x = linear(rows, 24, 37, device=device, bias=bias)
+    monkeypatch.setattr(kernels, "group_size", lambda *_: 4)
+    op = joined(functional.linear_cross_entropy)
+    for rows, bias in ((11, True), (5, True), (1, True), (11, False)):
+        target = target_of(case, rows, classes=37, device=device)
+        if rows == 1:  # the only row is not ignored
+            target.fill_(4)
+        x = linear(rows, 8, 37, device=device, bias=bias)
         with use_backend("triton"):
-            op = joined(functional.linear_cross_entropy)
             against_oracle(op, x, target=target, **CASES[case])
 
 
-def test_weight_gradients_are_summed_in_float32(backend, device, monkeypatch):
+def test_weight_gradients_are_summed_in_float32(backend, device, monkeypatch, kernels):
     """Over the chunks: with 16-bit logits and gradients, what is left is rounding their terms."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     product, seen = kernels._wide_product, []
 
     def wide_product(a, b, dtype):
@@ -152,46 +148,61 @@ def test_weight_gradients_are_summed_in_float32(backend, device, monkeypatch):
     assert len(seen) == (backend == "triton")
 
 
+def check_against_torch(x, target, **options):
+    """Losses and gradients are those of torch's cross_entropy, with each reduction, the gradient
+    of an expanded tensor too.
+    """
+    x = x.detach().requires_grad_()
+    for reduction in REDUCTIONS:
+        results = []
+        for op in (ff.cross_entropy, F.cross_entropy):
+            loss = op(x, target, reduction=reduction, **options)
+            cotangent = torch.linspace(1, 2, loss.numel(), device=x.device).view(loss.shape)
+            grads = torch.autograd.grad(loss, x, cotangent, retain_graph=True)
+            results.append([loss, *grads, *torch.autograd.grad(0.7 * loss.sum(), x)])
+        message = functools.partial("with {}: {}".format, reduction)
+        torch.testing.assert_close(*results, equal_nan=True, msg=message)
+
+
 @pytest.mark.parametrize("m, v", [(1, 1), (3, 2), (2, 5000), (0, 7)])
 def test_shapes(backend, device, m, v):
-    x = logits(m, v, device=device)["logits"].requires_grad_()
-    target = targets(m, classes=v, device=device)
-    for reduction in ("sum", "none"):
-        loss = ff.cross_entropy(x, target, reduction)
-        torch.testing.assert_close(loss, F.cross_entropy(x, target, reduction=reduction))
-        want = torch.autograd.grad(F.cross_entropy(x, target, reduction="sum"), x)[0]
-        have = torch.autograd.grad(loss.sum(), x)[0]
-        torch.testing.assert_close(have, want)
+    x = logits(m, v, device=device)["logits"]
+    check_against_torch(x, targets(m, classes=v, device=device))
 
 
 def test_views_and_more_dimensions(backend, device, against_oracle):
     wide = torch.randn(2, 3, 40, device=device)
-    for view in (wide[..., ::2], wide[..., :20], wide.transpose(0, 1)[..., 3:23]):
-        target = targets(*view.shape[:2], classes=20, device=device)
+    pairs = targets(2, 3, 2, classes=20, device=device)
+    strided, expanded = pairs[..., 1], pairs[:1, :1, 0].expand(2, 3)
+    for view, target in (
+        (wide[..., ::2], strided),
+        (wide[..., :20], expanded),
+        (wide.transpose(0, 1)[..., 3:23], strided.t()),
+    ):
         options = {"target": target, "reduction": "none", "label_smoothing": 0.1}
         against_oracle(functional.cross_entropy, {"logits": view}, **options)
     x = linear(6, 8, 20, device=device)
     x["input"] = torch.randn(3, 2, 8, device=device).transpose(0, 1)
-    target = targets(2, 3, classes=20, device=device)
-    for reduction in ("mean", "none"):
+    for reduction, target in (("mean", strided), ("none", strided), ("mean", expanded)):
         against_oracle(functional.linear_cross_entropy, x, target=target, reduction=reduction)
 
+    def summed(**given):
+        """Its gradient is one number, which an expanded tensor repeats."""
+        return functional.linear_cross_entropy(**given, reduction="none").sum()
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_classes_in_the_second_dimension(backend, device, reduction):
+    against_oracle(summed, x, target=strided)
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("shape", [(3, 7, 5), (2, 4, 3, 5), (2, 6, 6, 1), (0, 7, 5)], ids=str)
+def test_classes_in_the_second_dimension(backend, device, shape):
     """As torch's op takes them, with its losses and gradients, which have the layout of the logits.
     The options of torch are ours, smoothing and weights too.
     """
-    for shape in ((3, 7, 5), (2, 4, 3, 5), (2, 6, 6, 1), (0, 7, 5)):
-        x = logits(*shape, device=device)["logits"].requires_grad_()
-        target = targets(shape[0], *shape[2:], classes=shape[1], ignored=(2,), device=device)
-        options = dict(reduction=reduction, ignore_index=2, label_smoothing=0.2)
-        options["weight"] = torch.rand(shape[1], device=device) + 0.2
-        results = []
-        for op in (ff.cross_entropy, F.cross_entropy):
-            loss = op(x, target, **options)
-            results.append([loss, *torch.autograd.grad(loss.square().sum(), x)])
-        torch.testing.assert_close(*results, equal_nan=True)
+    x = logits(*shape, device=device)["logits"]
+    target = targets(shape[0], *shape[2:], classes=shape[1], ignored=(2,), device=device)
+    weight = torch.rand(shape[1], device=device) + 0.2
+    check_against_torch(x, target, ignore_index=2, label_smoothing=0.2, weight=weight)
 
 
 def test_offsets_past_int32(backend, device, same_when_far):
@@ -202,29 +213,14 @@ def test_offsets_past_int32(backend, device, same_when_far):
     same_when_far(loss, x, "logits")
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_strided_targets(backend, device, reduction):
-    x, wide = linear(7, 8, 5, device=device), targets(7, 2, classes=5, device=device)
-    for target in (wide[:, 1], wide[:1, 0].expand(7)):
-        results = []
-        for t in (target, target.clone().contiguous()):
-            leaves = [y.clone().requires_grad_() for y in x.values()]
-            loss = ff.linear_cross_entropy(
-                *leaves[:2], t, linear_bias=leaves[2], reduction=reduction
-            )
-            logits = F.linear(*leaves)
-            loss = loss + ff.cross_entropy(logits, t, reduction, label_smoothing=0.1)
-            results.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
-        assert all(map(torch.equal, *results))
-
-
 @pytest.mark.parametrize("case", ["every option, none", "plain", "kl without a padding class"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_class_of_the_largest_logit(backend, device, against_oracle, monkeypatch, case, dtype):
+def test_the_class_of_the_largest_logit(
+    backend, device, against_oracle, monkeypatch, kernels, case, dtype
+):
     """Of every row, an ignored one too, and the first of equal ones, in several chunks; beside the
     loss, the entropy and their gradients.
     """
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "CHUNK", 8)
     monkeypatch.setattr(reference, "_HELD", 8 * 37)
     x = {n: t.round().to(dtype) for n, t in linear(21, 24, 37, device=device).items()}  # exact
@@ -253,8 +249,8 @@ def test_derivatives_beside_the_largest_logit(backend, device):
 
     graph = torch.compile(call, fullgraph=True, backend="aot_eager")
     classes, found = F.linear(*leaves).argmax(-1), []
-    for op, options in ((call, {}), *itertools.product((call, graph), [{"return_argmax": True}])):
-        loss, entropy, *argmax = op(x, **options)
+    for op, return_argmax in ((call, False), (call, True), (graph, True)):
+        loss, entropy, *argmax = op(x, return_argmax=return_argmax)
         assert all(torch.equal(y, classes) and not y.requires_grad for y in argmax)
         total = loss + entropy.square().sum()
         grads = torch.autograd.grad(total, leaves, create_graph=op is call)
@@ -265,9 +261,8 @@ def test_derivatives_beside_the_largest_logit(backend, device):
     torch.testing.assert_close(found[0][:3], found[2])
 
 
-def test_a_target_past_the_classes(device):
+def test_a_target_past_the_classes(device, kernels):
     """It is not checked on a GPU, and never reads out of bounds."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     x = torch.full((3, 7), float("nan"), device=device)[1:2].normal_()
     for bad in (-1, 7):
         target = torch.tensor([bad], device=device)
@@ -276,9 +271,8 @@ def test_a_target_past_the_classes(device):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of -inf less -inf
-def test_the_statistics_of_a_row(device):
+def test_the_statistics_of_a_row(device, kernels):
     """A finite shift and what remains of the log-sum-exp: -inf, not NaN, of a row of -inf alone."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     x = torch.randn(4, 7, device=device) * 5
     x[1, :3] = x[2] = -torch.inf
     x[3] += 100.0
@@ -293,17 +287,13 @@ def by_classes(logits, target, reduction, ignore_index, e, smoothing, weight, z_
     """The docstring of cross_entropy in float64, with the targets q as a table of all classes."""
     x, v = logits.double(), logits.shape[1]
     pad = ignore_index if ignore_index is not None and 0 <= ignore_index < v else None
-    kept = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else (
-        target != ignore_index
-    )  # fmt: skip
+    kept = torch.ones_like(target).bool() if ignore_index is None else target != ignore_index
     true = target.where(kept, 0)
+    q = F.one_hot(true, v).double()
     if smoothing == "uniform":
-        q = torch.full_like(x, e / v).scatter_add_(
-            1, true.unsqueeze(1), torch.full_like(x, 1 - e)[:, :1]
-        )
+        q = (1 - e) * q + e / v
     else:
-        q = torch.full_like(x, e / (v - 1 - (pad is not None)))
-        q.scatter_(1, true.unsqueeze(1), 1 - e)
+        q = torch.where(q > 0, 1 - e, e / (v - 1 - (pad is not None)))
         if pad is not None:
             q[:, pad] = 0.0
     w = x.new_ones(v) if weight is None else weight
@@ -324,7 +314,7 @@ WEIGHTED = [
 @pytest.mark.sample
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ignore_index, e, smoothing, z_loss", WEIGHTED)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_class_weights_z_loss_and_no_padding(
     backend, device, reduction, ignore_index, e, smoothing, z_loss, weighted
 ):
@@ -335,8 +325,8 @@ def test_class_weights_z_loss_and_no_padding(
     target = targets(9, classes=6, ignored=ignored, device=device)
     options = reduction, ignore_index, e, smoothing, weight, z_loss
     want = by_classes(x + bias, target, *options)
-    named = dict(zip(("reduction", "ignore_index", "label_smoothing", "smoothing"), options))
-    named |= dict(weight=weight, z_loss=z_loss)
+    names = "reduction", "ignore_index", "label_smoothing", "smoothing", "weight", "z_loss"
+    named = dict(zip(names, options))
     wide = {"linear_weight": torch.eye(6, device=device), "linear_bias": bias}
     cotangent = torch.randn(want.shape, dtype=torch.float64, device=device)
     grads = torch.autograd.grad(want, (x, bias), cotangent)
@@ -347,74 +337,38 @@ def test_class_weights_z_loss_and_no_padding(
         torch.testing.assert_close(have.double(), want, atol=1e-5, rtol=1e-5)
         for a, b in zip(torch.autograd.grad(have, (x, bias), cotangent.float()), grads):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    if smoothing == "uniform" and not z_loss:
-        index = -100 if ignore_index is None else ignore_index
-        torchs = F.cross_entropy(
-            x + bias, target, weight, ignore_index=index, reduction=reduction, label_smoothing=e
-        )
-        torch.testing.assert_close(have, torchs)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_weights_and_z_loss_hold_the_logits_of_a_few_rows(monkeypatch, reduction, dtype):
-    """The result is that of all logits at once, whatever the chunk, with all gradients."""
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_weights_and_z_loss_hold_the_logits_of_a_few_rows(
+    against_oracle, monkeypatch, reduction, dtype
+):
+    """The result is that of all logits at once, which the oracle computes, with all gradients."""
     monkeypatch.setattr(reference, "_HELD", 8 * 37)
+    x = linear(21, 16, 37, dtype=dtype)
+    x["input"] = x["input"].view(3, 7, 16)
+    options = dict(target=targets(3, 7, classes=37), weight=torch.rand(37), z_loss=1e-2)
+    options |= dict(reduction=reduction, label_smoothing=0.1)
     product, held = F.linear, []
-
-    def linear_of_rows(x, *rest):
-        out = product(x, *rest)
-        held.append(len(out))
-        return out
-
-    monkeypatch.setattr(F, "linear", linear_of_rows)
-    x, weight, bias = torch.randn(3, 7, 16), torch.randn(37, 16) / 4, torch.randn(37)
-    given = [y.to(dtype).requires_grad_() for y in (x, weight, bias)]
-    target, classes = targets(3, 7, classes=37), torch.rand(37)
-    options = dict(reduction=reduction, label_smoothing=0.1, weight=classes, z_loss=1e-2)
-    have = ff.linear_cross_entropy(*given[:2], target, linear_bias=given[2], **options)
-    cotangent = torch.rand(have.shape) + 0.5
-    found = torch.autograd.grad(have, given, cotangent)
+    with use_backend("reference"):
+        against_oracle(functional.linear_cross_entropy, x, **options)
+        monkeypatch.setattr(F, "linear", lambda x, *w: held.append(len(x)) or product(x, *w))
+        leaves = {n: t.requires_grad_() for n, t in x.items()}
+        loss = functional.linear_cross_entropy(**leaves, **options)
+        torch.autograd.grad(loss.sum(), [*leaves.values()])
     assert held == [8, 8, 5] * 2
-    labels = target.flatten(), reduction, -100, 0.1, "uniform", classes, 1e-2
-
-    def at_once(leaves):
-        """The loss of all logits, and its gradients."""
-        logits = product(*leaves).flatten(0, 1)
-        out = by_classes(logits, *labels).view(have.shape)
-        return out, *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
-
-    want = at_once([y.detach().double().requires_grad_() for y in given])
-    rounded = at_once([y.detach().requires_grad_() for y in given])
-    for k, (a, b, c) in enumerate(zip((have.detach(), *found), want, rounded)):
-        peer = float((c.detach().double() - b.detach()).abs().max())
-        problem = numerics.disagreement(a, b.detach(), peer, gradient=k > 0, dtype=dtype)
-        assert problem is None, problem
 
 
 def test_gradients_of_a_mean_over_many_rows_do_not_underflow_in_float16():
-    rows, classes = 4096, 64
-    x = torch.randn(rows, 8).half().requires_grad_()
-    w = torch.randn(classes, 8).half().requires_grad_()
-    target, z = torch.randint(0, classes, (rows,)), 1e-4
+    x, w = (torch.randn(n, 8).half().requires_grad_() for n in (4096, 64))
+    target, z = torch.randint(0, 64, (4096,)), 1e-4
     loss = ff.linear_cross_entropy(x, w, target, z_loss=z)
     [have] = torch.autograd.grad(loss * 2**-10, w)
-    have = have.double() * 2**10
-    x, w = x.detach().double(), w.detach().double().requires_grad_()
+    x, w = (t.detach().double().requires_grad_() for t in (x, w))
     want = by_classes(x @ w.t(), target, "mean", -100, 0.0, "uniform", None, z)
     [want] = torch.autograd.grad(want, w)
-    assert (have - want).norm() < 0.02 * want.norm()
-
-
-def test_every_weight_zero_is_nan_for_the_mean_as_in_torch():
-    x, target = torch.randn(4, 6), targets(4, classes=6)
-    for smoothing in ("uniform", "kl"):
-        for reduction in ("mean", "sum"):
-            have = ff.cross_entropy(
-                x, target, reduction, smoothing=smoothing, weight=torch.zeros(6), ignore_index=0
-            )
-            want = F.cross_entropy(x, target, torch.zeros(6), ignore_index=0, reduction=reduction)
-            torch.testing.assert_close(have, want, equal_nan=True)
+    assert (have.double() * 2**10 - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.all_cases
@@ -477,7 +431,9 @@ def test_the_z_loss_is_that_of_the_rows(backend, device, reduction, factor):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
 def test_kl_is_the_loss_of_the_tutorials(backend, device, smoothing):
-    """Through Generator and LabelSmoothing, and from the parameters at once: one loss."""
+    """Through Generator and LabelSmoothing, and from the parameters at once: one loss. A hook of
+    the generator is called.
+    """
     generator = ff.Generator(24, 11).to(device)
     criterion = ff.LabelSmoothing(11, 0, smoothing)
     x = torch.randn(2, 7, 24, device=device, requires_grad=True)
@@ -490,51 +446,36 @@ def test_kl_is_the_loss_of_the_tutorials(backend, device, smoothing):
     for a, b in zip(*(torch.autograd.grad(loss, leaves) for loss in (have, want))):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     assert criterion.true_dist.shape == (14, 11)
-
-
-def test_a_hook_takes_the_long_way(device):
-    generator, criterion = ff.Generator(24, 11).to(device), ff.LabelSmoothing(11, 0, 0.1)
-    x = torch.randn(2, 7, 24, device=device)
-    y = targets(2, 7, classes=11, device=device)
-    want, called = ff.SimpleLossCompute(generator, criterion)(x, y, 3), []
+    called = []
     generator.register_forward_hook(lambda *_: called.append(1))
-    torch.testing.assert_close(ff.SimpleLossCompute(generator, criterion)(x, y, 3), want)
+    torch.testing.assert_close(ff.SimpleLossCompute(generator, criterion)(x, y, 1), want)
     assert called == [1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_every_target_ignored(backend, device, reduction, dtype):
-    """nan for the mean, as in torch; gradients of zero."""
-    x = linear(4, 8, 5, dtype=dtype, device=device)
-    leaves = [t.requires_grad_() for t in x.values()]
-    target = torch.full((4,), -100, device=device)
-    loss = ff.linear_cross_entropy(**x, target=target, reduction=reduction)
-    want = F.cross_entropy(torch.zeros(4, 5, device=device), target, reduction=reduction)
-    torch.testing.assert_close(loss, want.to(loss.dtype), equal_nan=True)
-    for g in torch.autograd.grad(loss.sum(), leaves):
-        assert (g == 0).all()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
-@pytest.mark.parametrize("m, n", [(0, 8), (4, 0), (0, 0)])
-def test_no_tokens_and_no_features(backend, device, m, n, dtype, reduction):
-    """As torch's, of linear and cross_entropy."""
-    x = linear(m, 0, 5, dtype=dtype, device=device) if n == 0 else linear(m, n, 5, dtype, device)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("m, n", [(4, 8), (0, 8), (4, 0), (0, 0)])
+def test_every_target_ignored(backend, device, m, n, reduction, dtype):
+    """nan for the mean, as in torch; gradients of zero. Without tokens or features, too, loss and
+    gradients are those of torch's linear and cross_entropy.
+    """
+    x = linear(m, n, 5, dtype, device)
     leaves = [t.requires_grad_() for t in x.values()]
     target = targets(m, classes=5, device=device)
-    want = F.cross_entropy(F.linear(*x.values()), target, reduction=reduction)
+    if n:
+        target.fill_(-100)
+    want = F.cross_entropy(F.linear(*leaves), target, reduction=reduction)
     have = ff.linear_cross_entropy(**x, target=target, reduction=reduction)
     assert have.dtype == torch.float32
     torch.testing.assert_close(have.to(dtype), want, equal_nan=True)
     close = {"atol": 1e-2, "rtol": 1e-2} if dtype in LOW else {}
     for a, b in zip(*(torch.autograd.grad(loss.sum(), leaves) for loss in (have, want))):
         torch.testing.assert_close(a, b, **close)
+        assert not n or (a == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW, torch.float64], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_the_dtype_is_torchs(backend, device, reduction, dtype):
     """That of the logits; float32 under autocast."""
     if device.type == "cuda" and dtype == torch.float64 and backend == "triton":
@@ -547,8 +488,7 @@ def test_the_dtype_is_torchs(backend, device, reduction, dtype):
             want = F.cross_entropy(x, target, reduction=reduction)
         assert have.dtype == want.dtype
         assert torch.autograd.grad(have.sum(), x)[0].dtype == dtype
-    empty = ff.cross_entropy(x[:0], target[:0], reduction)
-    assert empty.dtype == dtype
+    assert ff.cross_entropy(x[:0], target[:0], reduction).dtype == dtype
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e5])
@@ -628,59 +568,33 @@ def test_kl_of_a_padding_column_at_minus_infinity(backend, device, smoothing):
 def test_large_and_hidden_logits(backend, device):
     """Large ones do not overflow; a class at -inf has no probability."""
     x = torch.tensor([[1e4, 0.0, -1e4], [-1e4, -1e4, float("-inf")]], device=device)
-    target = torch.tensor([1, 0], device=device)
-    have = ff.cross_entropy(x, target, "none")
-    torch.testing.assert_close(have, F.cross_entropy(x, target, reduction="none"))
-    x.requires_grad_()
-    (grad,) = torch.autograd.grad(ff.cross_entropy(x, target, "sum"), x)
-    want = torch.tensor([[1.0, -1.0, 0.0], [-0.5, 0.5, 0.0]], device=device)
-    torch.testing.assert_close(grad, want)
+    check_against_torch(x, torch.tensor([1, 0], device=device))
 
 
-def test_groups_of_hidden_logits(device, monkeypatch):
+def test_groups_of_hidden_logits(device, monkeypatch, kernels):
     """Whole blocks and groups at -inf, before and behind others."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
     monkeypatch.setattr(kernels, "group_size", lambda *_: 4)
     x, target = torch.randn(5, 40, device=device), torch.tensor([16, 17, 25, 26, 39], device=device)
     x[:, :16] = x[:, 20:24] = x[:, 28:36] = float("-inf")
-    x.requires_grad_()
     with use_backend("triton"):
-        losses = [ff.cross_entropy(x, target), F.cross_entropy(x, target)]
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in losses))
-
-
-def test_the_logits_are_never_there(device, monkeypatch):
-    """The largest tensor that forward and backward make holds a chunk of them."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
-    monkeypatch.setattr(kernels, "CHUNK", 8)
-    seen = []
-    logits = F.linear
-    monkeypatch.setattr(F, "linear", lambda *a: seen.append(logits(*a).shape) or logits(*a))
-    x = {n: t.requires_grad_() for n, t in linear(50, 8, 40, device=device).items()}
-    target = targets(50, classes=40, device=device)
-    with use_backend("triton"):
-        loss = ff.linear_cross_entropy(**x, target=target)
-        assert len(seen) == 7 and max(s[0] for s in seen) == 8
-        loss.backward()
-        assert len(seen) == 7  # nothing is computed again
-        with torch.no_grad():
-            ff.linear_cross_entropy(**x, target=target)
+        check_against_torch(x, target)
 
 
 @pytest.mark.parametrize(
     "op, products", [("mean", 7), ("none", 14), ("entropy", 14), ("linear_kl_div", 28)]
 )
-def test_one_chunk_at_a_time(device, monkeypatch, op, products):
-    """The logits of a chunk are freed before those of the next one are computed."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
+def test_one_chunk_at_a_time(device, monkeypatch, kernels, op, products):
+    """The logits of a chunk are freed before those of the next one are computed. The forward of
+    a mean computes its gradient, and the backward no logits.
+    """
     monkeypatch.setattr(kernels, "CHUNK", 8)
     product, made, held = F.linear, [], []
 
     def counted(*given):
         held.append(sum(x() is not None for x in made))
         out = product(*given)
+        assert len(out) <= 8
         made.append(weakref.ref(out))
         return out
 
@@ -693,17 +607,15 @@ def test_one_chunk_at_a_time(device, monkeypatch, op, products):
             loss = ff.linear_kl_div(x["input"], x["linear_weight"], *teacher, reduction="none")
         else:
             options = dict(reduction="none" if op == "none" else "mean")
-            loss = ff.linear_cross_entropy(
-                **x, target=target, return_entropy=op == "entropy", **options
-            )
+            options["return_entropy"] = op == "entropy"
+            loss = ff.linear_cross_entropy(**x, target=target, **options)
         sum(y.sum() for y in (loss if isinstance(loss, tuple) else [loss])).backward()
     assert len(held) == products  # in 7 chunks, of student and teacher, again in the backward
     assert max(held) == (op == "linear_kl_div")  # of the student beside the teacher
 
 
-def test_kernels_that_are_launched(device, monkeypatch, work):
+def test_kernels_that_are_launched(device, monkeypatch, kernels, work):
     """Of a chunk one, for its loss and for a gradient that somebody wants."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "CHUNK", 20)
     x = linear(50, 8, 40, device=device)
     target = targets(50, classes=40, device=device)
@@ -719,37 +631,12 @@ def test_kernels_that_are_launched(device, monkeypatch, work):
         assert work(losses[1].backward).launches == 0
 
 
-@pytest.mark.parametrize("op", [functional.cross_entropy, functional.linear_cross_entropy])
-def test_a_gradient_without_strides(backend, device, op):
-    """The gradient of a sum is one number, which an expanded tensor repeats. The results are equal
-    bit by bit, but for one: the reference's gradient of linear_bias is a product of BLAS with that
-    tensor, and BLAS may sum in another order for a stride of 0.
-    """
-    given = logits(3, 5, 37, device=device)
-    if op is functional.linear_cross_entropy:
-        given = linear(15, 8, 37, device=device)
-        given["input"] = given["input"].view(3, 5, 8)
-    leaves = [x.requires_grad_() for x in given.values()]
-    target = torch.randint(37, (3, 5), device=device)
-    found = []
-    for gradient in (torch.full((3, 5), 0.7), torch.tensor(0.7).expand(3, 5)):
-        loss = op(**given, target=target, reduction="none")
-        found.append(torch.autograd.grad(loss, leaves, gradient.to(device)))
-    for name, repeated, expanded in zip(given, *found):
-        if backend == "reference" and name == "linear_bias":
-            bound = numerics.RELATIVE[torch.float32] * repeated.norm()
-            assert (repeated - expanded).norm() <= bound
-        else:
-            assert torch.equal(repeated, expanded), name
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("v", [1, 3, 8, 37, 64, 65])
-def test_rows_that_start_anywhere(device, against_oracle, monkeypatch, v, dtype):
+def test_rows_that_start_anywhere(device, against_oracle, monkeypatch, kernels, v, dtype):
     """At every place among 16 aligned bytes: rows are read in whole groups of them, and the rest of
     a row, at both ends, class by class. What stands between the rows is NaN.
     """
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
     monkeypatch.setattr(kernels, "group_size", lambda x, _: 16 // x.element_size())
     for place, step in ((0, v), (0, v + 1), (1, v + 3), (5, 8 * v), (8, v + 4)):
@@ -777,11 +664,12 @@ def written_ahead(loss):
 @pytest.mark.parametrize("group", [64, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("smoothing", ["uniform", "kl"])
-def test_a_gradient_of_one_is_written_ahead(device, work, monkeypatch, dtype, smoothing, group):
+def test_a_gradient_of_one_is_written_ahead(
+    device, work, monkeypatch, kernels, dtype, smoothing, group
+):
     """One launch computes it with the loss; the backward returns that memory, and its launch reads
     no logits. It has the bits of a gradient that the backward computes.
     """
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "group_size", lambda *_: group)
     x = logits(9, 37, dtype=dtype, device=device)["logits"].requires_grad_()
     target = targets(9, classes=37, device=device, ignored=(2,))
@@ -791,24 +679,19 @@ def test_a_gradient_of_one_is_written_ahead(device, work, monkeypatch, dtype, sm
     def forward():
         losses.append(functional.cross_entropy(x, target, **options))
 
-    def backward():
-        grads.append(torch.autograd.grad(losses[-1], x, retain_graph=retain)[0])
-
-    retain = False
     with use_backend("triton"):
         assert work(forward).launches == 1
         place = written_ahead(losses[0]).data_ptr()
-        found = work(backward)
+        found = work(lambda: grads.extend(torch.autograd.grad(losses[0], x)))
         assert (found.launches, found.programs) == (1, 9) and found.unmasked == 9  # of grad_loss
         assert grads[0].data_ptr() == place
-        retain = True
         forward()
-        backward()  # computes it anew
-    assert torch.equal(*grads)
+        anew = torch.autograd.grad(losses[1], x, retain_graph=True)
+    assert torch.equal(*grads, *anew)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5, -3.0, 0.0, float("nan")])
-def test_a_retained_graph_gives_every_gradient(device, against_oracle, scale):
+def test_a_retained_graph_gives_every_gradient(device, scale):
     """Though the caller changes those that it got in place, and the last one is that memory."""
     x = logits(5, 37, device=device)["logits"].requires_grad_()
     target = targets(5, classes=37, device=device)
@@ -838,20 +721,15 @@ def test_changed_logits_are_refused(device):
             loss.backward()
 
 
-def test_gradients_that_are_not_written_ahead(device):
+def test_gradients_that_are_not_written_ahead(device, kernels):
     """Where nobody wants them, or the one of their loss is hardly 1."""
     target = targets(5, classes=37, device=device)
     with use_backend("triton"):
-        for dtype, reduction, there in (
-            (torch.float32, "mean", True),
-            (torch.float32, "sum", False),
-            (torch.float32, "none", False),
-            (torch.float16, "mean", False),
-        ):
+        for dtype, reduction in itertools.product((torch.float32, torch.float16), REDUCTIONS):
             x = logits(5, 37, dtype=dtype, device=device)["logits"].requires_grad_()
             loss = functional.cross_entropy(x, target, reduction)
-            assert (written_ahead(loss).numel() > 0) == there
-        kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
+            there = dtype == torch.float32 and reduction == "mean"
+            assert (written_ahead(loss).numel() > 0) == there, (dtype, reduction)
         with torch.no_grad():
             options = "mean", -100, 0.0, "uniform", None, 0.0, None, 1.0, False
             found = kernels.forward(x.float(), target, *options, False)
@@ -866,8 +744,7 @@ def test_a_checkpoint_keeps_no_gradient(device):
     packed = []
     with use_backend("triton"):
         loss = checkpoint(lambda x: ff.cross_entropy(x, target), x, use_reentrant=False)
-        have = torch.autograd.grad(loss, x)[0]
-        torch.testing.assert_close(have, want)
+        torch.testing.assert_close(torch.autograd.grad(loss, x)[0], want)
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: packed.append(t.shape) or t.clone(), lambda t: t
         ):
@@ -876,23 +753,7 @@ def test_a_checkpoint_keeps_no_gradient(device):
         torch.testing.assert_close(torch.autograd.grad(loss, x)[0], want)
 
 
-def test_every_option_in_several_blocks(device, against_oracle, monkeypatch):
-    from fastformer.kernels import cross_entropy
-
-    monkeypatch.setattr(cross_entropy.launchers, "configuration", lambda *_: (16, 4))
-    monkeypatch.setattr(cross_entropy.launchers, "group_size", lambda *_: 4)
-    op = joined(functional.linear_cross_entropy)
-    more = "weights, smoothed, z-loss", "weights, kl, sum", "every option, none", "entropy"
-    for case in ("kl", "kl, none", "smoothed, ignored", *more):
-        target = target_of(case, 9, classes=37, device=device)
-        with use_backend("triton"):
-            against_oracle(op, linear(9, 8, 37, device=device), target=target, **CASES[case])
-
-
-# -------------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("smoothing", ["uniform", "kl"])
 @pytest.mark.parametrize("e", [0.0, 0.3])
 def test_the_reference_saves_passes(monkeypatch, reduction, smoothing, e):

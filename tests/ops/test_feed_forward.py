@@ -14,6 +14,9 @@ from fastformer.ops.feed_forward import reference
 LOW = [torch.float16, torch.bfloat16]
 
 
+GATED = {"geglu": functional.geglu, "swiglu": functional.swiglu}
+
+
 def inputs(*lead, d=24, width=70, out=20, dtype=torch.float32, device="cpu", bias=True):
     def random(*shape, scale=1.0):
         return (torch.randn(shape, device=device) * scale).to(dtype)
@@ -27,35 +30,54 @@ def inputs(*lead, d=24, width=70, out=20, dtype=torch.float32, device="cpu", bia
     }
 
 
+def gated(*lead, **options):
+    """The same with a gate and a value."""
+    x, y = inputs(*lead, **options), inputs(*lead, **options)
+    w_1, b_1 = ((x.pop(name), y[name]) for name in ("w_1", "b_1"))
+    return x | {"w": torch.cat(w_1), "b": None if b_1[0] is None else torch.cat(b_1)}
+
+
+def call_of(activation):
+    """The op of an activation, what makes its inputs, and its options."""
+    if activation in GATED:
+        return GATED[activation], gated, {}
+    return functional.feed_forward, inputs, {"activation": activation}
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*reference.ACTIVATIONS, *GATED])
 def test_activations(backend, device, against_oracle, activation, dtype, dropout_p):
-    x = inputs(3, 11, dtype=dtype, device=device)
-    rule = {"activation": activation, "dropout_p": dropout_p, "dropout_seed": 5}
-    against_oracle(functional.feed_forward, x, **rule)
+    op, make, rule = call_of(activation)
+    x = make(3, 11, dtype=dtype, device=device)
+    against_oracle(op, x, **rule, dropout_p=dropout_p, dropout_seed=5)
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize(
     "lead, d, width, out",
     [((1,), 1, 1, 1), ((300,), 257, 300, 16), ((63,), 64, 128, 64), ((), 8, 40, 8)],
 )
-def test_shapes(backend, device, against_oracle, lead, d, width, out):
-    x = inputs(*lead, d=d, width=width, out=out, device=device)
-    against_oracle(functional.feed_forward, x, dropout_p=0.1, dropout_seed=2)
+@pytest.mark.parametrize("activation", ["relu", *GATED])
+def test_shapes(backend, device, against_oracle, activation, lead, d, width, out):
+    op, make, rule = call_of(activation)
+    x = make(*lead, d=d, width=width, out=out, device=device)
+    against_oracle(op, x, **rule, dropout_p=0.1, dropout_seed=2)
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.all_cases
+@pytest.mark.parametrize("activation", ["relu", "silu", *GATED])
 def test_without_biases_on_views(backend, device, against_oracle, activation):
-    x = inputs(2, 5, device=device, bias=False)
+    op, make, rule = call_of(activation)
+    x = make(2, 5, device=device, bias=False)
     x["input"] = torch.randn(5, 2, 48, device=device).transpose(0, 1)[..., ::2]
-    x["w_1"] = torch.randn(24, 70, device=device).t() * 0.2
-    x["w_2"] = torch.randn(70, 20, device=device).t() * 0.1
-    against_oracle(functional.feed_forward, x, activation=activation)
+    w, b = ("w", "b") if activation in GATED else ("w_1", "b_1")
+    x |= {name: x[name].t().contiguous().t() for name in (w, "w_2")}
+    against_oracle(op, x, **rule)
     x["input"] = torch.randn(9, 48, device=device)[:, ::2]  # as rows a view still
-    x["b_1"] = torch.randn(140, device=device)[::2]
-    against_oracle(functional.feed_forward, x, activation=activation)
+    x[b] = torch.randn(2 * len(x[w]), device=device)[::2]
+    against_oracle(op, x, **rule)
 
 
 # ------------------------------------------------------------------------------- ways to compute h
@@ -86,23 +108,18 @@ def taken(monkeypatch):
     return taken
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
-def test_torchs_first_gemm(taken, device, against_oracle, activation, dtype, dropout_p):
+@pytest.mark.parametrize(
+    "way, activation, dropout_p",
+    [("GEMM", of, p) for of in reference.ACTIVATIONS for p in (0.0, 0.3)]
+    + [("GEMM_RELU", "relu", 0.0)],
+)
+def test_torchs_first_gemm(taken, device, against_oracle, way, activation, dropout_p, dtype):
     x = inputs(3, 11, dtype=dtype, device=device)
     rule = {"activation": activation, "dropout_p": dropout_p, "dropout_seed": 5}
-    with taken("GEMM") as launched:
+    with taken(way) as launched:
         against_oracle(functional.feed_forward, x, **rule)
-    assert launched == ["_activated", "_hidden_backward"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_torchs_first_gemm_with_relu(taken, device, against_oracle, dtype):
-    x = inputs(3, 11, dtype=dtype, device=device)
-    with taken("GEMM_RELU") as launched:
-        against_oracle(functional.feed_forward, x)
-    assert launched == ["_hidden_backward"]
+    assert launched == ["_activated"] * (way == "GEMM") + ["_hidden_backward"]
 
 
 @pytest.mark.parametrize("way", ["GEMM", "GEMM_RELU"])
@@ -112,7 +129,6 @@ def test_other_ways_on_views_and_on_nothing(taken, device, against_oracle, way):
     x["w_1"] = torch.randn(24, 70, device=device).t() * 0.2
     with taken(way):
         against_oracle(functional.feed_forward, x)
-    with taken(way):
         assert functional.feed_forward(**inputs(2, 0, device=device)).shape == (2, 0, 20)
 
 
@@ -120,16 +136,11 @@ def test_relu_in_torchs_gemm_is_for_relu_alone():
     fed = pytest.importorskip("fastformer.kernels.feed_forward")
     from fastformer.kernels import tuned
 
-    for change, possible in [
-        ({}, True),
-        ({"dropout_p": 0.1}, False),
-        ({"b_1": None}, False),
-        ({"activation": "gelu"}, False),
-    ]:
+    for change in ({}, {"dropout_p": 0.1}, {"b_1": None}, {"activation": "gelu"}):
         with tuned.forced({}) as asked, use_backend("triton"):
             functional.feed_forward(**{**inputs(2), **change})
         options = list(asked[0].options())
-        assert fed.GEMM in options and (fed.GEMM_RELU in options) == possible
+        assert fed.GEMM in options and (fed.GEMM_RELU in options) == (not change), change
         assert asked[0].shipped == fed.configuration("interpreter", torch.float32)
 
 
@@ -139,26 +150,10 @@ def test_every_way_drops_the_same_elements(taken, device):
     outputs = []
     for way in (None, "GEMM"):
         with taken(way) if way else use_backend("triton"):
-            outputs.append(
-                functional.feed_forward(**x, activation="silu", dropout_p=0.5, dropout_seed=3)
-            )
+            rule = {"activation": "silu", "dropout_p": 0.5, "dropout_seed": 3}
+            outputs.append(functional.feed_forward(**x, **rule))
     assert torch.equal(*(out == 0 for out in outputs))
     assert 0.4 < float((outputs[0] == 0).float().mean()) < 0.6
-
-
-def test_everything_dropped(backend, device):
-    x = {n: t.requires_grad_() for n, t in inputs(4, device=device).items()}
-    out = functional.feed_forward(**x, dropout_p=1.0)
-    assert torch.allclose(out, x["b_2"].expand(4, 20))
-    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), list(x.values())))
-
-
-def test_empty(backend, device):
-    x = {n: t.requires_grad_() for n, t in inputs(0, 3, device=device).items()}
-    out = functional.feed_forward(**x)
-    assert out.shape == (0, 3, 20)
-    for t, g in zip(x.values(), torch.autograd.grad(out.sum(), list(x.values()))):
-        assert g.shape == t.shape and (g == 0).all()
 
 
 @pytest.mark.with_all
@@ -178,28 +173,18 @@ def test_compiled_by_inductor_with_dropout():
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "sigmoid", "relu2", "geglu", "swiglu"])
-def test_rounded_once(device, kind, dtype):
-    """With identities for its weights the op is its activation: of 16 bits, it and its derivative
-    are rounded at their end alone.
-    """
-    pytest.importorskip("triton")
-    gated = kind in ("geglu", "swiglu")
-    x = torch.randn(60, 32 if gated else 16, device=device).to(dtype)
-    eye, grad = torch.eye(16, device=device), torch.randn(60, 16, device=device).to(dtype)
-    w = torch.eye(x.shape[1], device=device)
-    results = []
-    for backend, kept in (("triton", dtype), ("reference", torch.float64)):
-        leaf = x.detach().to(kept).requires_grad_()
-        matrices = (leaf, w.to(kept), None, eye.to(kept), None)
-        with use_backend(backend):
-            op = getattr(functional, kind) if gated else functional.feed_forward
-            options = {} if gated else {"activation": kind}
-            out = op(*matrices, **options, dropout_p=0.3, dropout_seed=5)
-        results.append((out, *torch.autograd.grad(out, leaf, grad.to(kept))))
-    for a, b in zip(*results):
-        assert (a != b.to(dtype)).double().mean() < 0.05  # those between two
+def test_rounded_once(device, rounded_once, kind, dtype):
+    """With identities for its weights the op is its activation."""
+    op, _, rule = call_of(kind)
+    n = 32 if kind in GATED else 16
+
+    def activated(input):
+        w, w_2 = (torch.eye(n, dtype=input.dtype, device=device) for n in (input.shape[1], 16))
+        return op(input, w, None, w_2, None, **rule, dropout_p=0.3, dropout_seed=5)
+
+    rounded_once(activated, {"input": torch.randn(60, n, device=device).to(dtype)})
 
 
 @pytest.mark.parametrize("rows", [40, 257])  # of one tile; with the last in a tile of its own
@@ -250,40 +235,6 @@ def test_saves_one_hidden_tensor(device, activation):
 
 
 # ------------------------------------------------------------------------------------------ gated
-
-GATED = {"geglu": functional.geglu, "swiglu": functional.swiglu}
-
-
-def gated(*lead, d=24, width=70, out=20, dtype=torch.float32, device="cpu", bias=True):
-    def random(*shape):
-        return (torch.randn(shape, device=device) * shape[-1] ** -0.5).to(dtype)
-
-    return {
-        "input": torch.randn(*lead, d, device=device).to(dtype),
-        "w": random(2 * width, d),
-        "b": random(2 * width) if bias else None,
-        "w_2": random(out, width),
-        "b_2": random(out) if bias else None,
-    }
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
-@pytest.mark.parametrize("op", GATED)
-def test_gated(backend, device, against_oracle, op, dtype, dropout_p):
-    x = gated(3, 11, dtype=dtype, device=device)
-    against_oracle(GATED[op], x, dropout_p=dropout_p, dropout_seed=5)
-
-
-@pytest.mark.parametrize("op", GATED)
-def test_gated_shapes_and_views(backend, device, against_oracle, op):
-    for lead, d, width, out in (((1,), 1, 1, 1), ((300,), 17, 300, 16), ((), 8, 40, 8)):
-        x = gated(*lead, d=d, width=width, out=out, device=device)
-        against_oracle(GATED[op], x, dropout_p=0.1, dropout_seed=2)
-    x = gated(2, 5, device=device, bias=False)
-    x["input"] = torch.randn(5, 2, 48, device=device).transpose(0, 1)[..., ::2]
-    x["w"] = torch.randn(24, 140, device=device).t() * 0.2
-    against_oracle(GATED[op], x)
 
 
 @pytest.mark.parametrize("op", GATED)
@@ -349,26 +300,27 @@ def test_gated_activation_at_zero(backend, device):
     assert functional.gated_activation(none, none).shape == (2, 0)
 
 
-@pytest.mark.parametrize("op", ["feed_forward", *GATED])
-def test_an_output_may_be_changed_in_place(backend, device, op):
+@pytest.mark.parametrize("activation", ["relu", *GATED])
+def test_an_output_may_be_changed_in_place(backend, device, activation):
     """As that of nn.Linear, also if it has more than two dimensions."""
-    given = (
-        gated(2, 5, out=24, device=device) if op in GATED else inputs(2, 5, out=24, device=device)
-    )
+    op, make, rule = call_of(activation)
+    given = make(2, 5, out=24, device=device)
     x = given["input"].requires_grad_()
-    out = getattr(functional, op)(**given)
+    out = op(**given, **rule)
     out += x
     [grad] = torch.autograd.grad(out.sum(), x)
-    [want] = torch.autograd.grad(getattr(functional, op)(**given).sum(), x)
+    [want] = torch.autograd.grad(op(**given, **rule).sum(), x)
     torch.testing.assert_close(grad, want + 1)
 
 
-@pytest.mark.parametrize("op", GATED)
-def test_gated_empty(backend, device, op):
-    x = {n: t.requires_grad_() for n, t in gated(0, 3, device=device).items()}
-    out = GATED[op](**x, dropout_p=0.1)
+@pytest.mark.parametrize("activation", ["relu", *GATED])
+def test_empty(backend, device, activation):
+    op, make, rule = call_of(activation)
+    x = {n: t.requires_grad_() for n, t in make(0, 3, device=device).items()}
+    out = op(**x, **rule, dropout_p=0.1)
     assert out.shape == (0, 3, 20)
-    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), list(x.values())))
+    for t, g in zip(x.values(), torch.autograd.grad(out.sum(), list(x.values()))):
+        assert g.shape == t.shape and (g == 0).all()
 
 
 def test_every_activation_with_dropout(device, against_oracle):

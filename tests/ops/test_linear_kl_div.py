@@ -74,11 +74,8 @@ def test_torchs_kl_div(backend, device, reverse):
     want = F.kl_div(*((t, s) if reverse else (s, t)), reduction="batchmean", log_target=True)
     have = ff.linear_kl_div(**student, **teacher, reverse=reverse)
     torch.testing.assert_close(have, want)
-    same = ff.linear_kl_div(
-        *list(student.values())[:2], *list(student.values())[:2],
-        linear_bias=student["linear_bias"], teacher_bias=student["linear_bias"], reverse=reverse,
-    )  # fmt: skip
-    assert abs(same) < 1e-6
+    itself = dict(zip(teacher, student.values()))
+    assert abs(ff.linear_kl_div(**student, **itself, reverse=reverse)) < 1e-6
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -133,22 +130,3 @@ def test_blocks_of_one_chunk(device, against_oracle, monkeypatch):
         options = options_of(case, 9, device)
         with use_backend("triton"):
             against_oracle(functional.linear_kl_div, student, **teacher, **options)
-
-
-@pytest.mark.parametrize(
-    "change, error, words",
-    [
-        ({"teacher_input": torch.zeros(3, 16)}, ValueError, r"teacher_input has shape \[3, 16\]"),
-        ({"teacher_weight": torch.zeros(5, 16), "teacher_bias": None}, ValueError, "V = 37"),
-        ({"teacher_weight": torch.zeros(V, 8)}, ValueError, r"teacher_weight .* N = 16"),
-        ({"teacher_bias": torch.zeros(5)}, ValueError, r"teacher_bias has shape \[5\]"),
-        ({"mask": torch.ones(5)}, TypeError, "mask has dtype torch.float32; expected torch.bool"),
-        ({"mask": torch.ones(2).bool()}, ValueError, r"mask has shape \[2\]; expected \[5\]"),
-        ({"teacher_weight": torch.zeros(V, 16).half()}, TypeError, "teacher_weight has dtype"),
-        ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'"),
-    ],
-)
-def test_bad_input(backend, change, error, words):
-    student, teacher = inputs(5)
-    with pytest.raises(error, match=words):
-        ff.linear_kl_div(**{**student, **teacher, **change})

@@ -13,9 +13,9 @@ import tempfile
 import pytest
 import torch
 
-from benchmarks.first_call_worker import OPS
 from benchmarks.peers import GPU
 from benchmarks.workers import answer
+from fastformer.dispatch.backends import OPERATIONS
 
 PROVIDERS = ["reference, eager", *(["triton, cold", "triton, warm"] if GPU else [])]
 PROCESSES = 2 if GPU else 1  # for the reference, and for a warm cache
@@ -53,7 +53,7 @@ def test_import(measure, provider):
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_first_call(measure, op, provider):
     samples = seconds(op, provider)
     dtype = torch.bfloat16 if GPU else torch.float32

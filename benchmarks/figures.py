@@ -1,24 +1,19 @@
 """Writes docs/figures, the outputs in docs/transformer.md, and examples/transformer.ipynb.
 
-    python -m benchmarks.figures                  everything (most of the time goes to copy_task)
-    python -m benchmarks.figures transformer      the page, its notebook and its pictures
-    python -m benchmarks.figures copy_task        that picture
+    python -m benchmarks.figures
 
 docs/transformer.md is the source of the notebook: its Python blocks are the cells, and the text
 between them is the text of the notebook. The notebook is run, and what a cell prints is put behind
 its block, as a block of text. A picture goes to the file of the image that stands there.
 
-copy_task.png is drawn by the command below it in README.md.
+The command below copy_task.png in README.md draws that picture.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import os
 import re
-import shlex
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import ROOT
@@ -93,7 +88,7 @@ def page_with_outputs(page: str, notebook: Any) -> tuple[str, dict[str, bytes]]:
     return BLOCK.sub(written, page), pictures
 
 
-def _transformer() -> None:
+def main() -> None:
     import nbformat
 
     page = PAGE.read_text()
@@ -104,34 +99,6 @@ def _transformer() -> None:
         (DOCS / path).write_bytes(picture)
     PAGE.write_text(page)
     nbformat.write(notebook, NOTEBOOK)
-
-
-def _copy_task() -> None:
-    from fastformer_command import main
-
-    command = re.search(r"^fastformer (copy-task .*docs/figures/copy_task.png)$", _readme(), re.M)
-    assert command is not None
-    if main(shlex.split(command[1])):
-        raise SystemExit(1)
-
-
-def _readme() -> str:
-    return (ROOT / "README.md").read_text()
-
-
-KINDS = {"transformer": _transformer, "copy_task": _copy_task}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
-    kinds = parser.parse_args(argv).kinds or KINDS
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        parser.error(f"{unknown[0]!r} is no kind of figure; expected some of {', '.join(KINDS)}")
-    for kind in kinds:
-        KINDS[kind]()
 
 
 if __name__ == "__main__":

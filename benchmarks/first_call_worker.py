@@ -10,56 +10,30 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
-
-OPS = (
-    "scaled_dot_product_attention", "layer_norm", "dropout_add_layer_norm", "feed_forward", "embed",
-    "cross_entropy",
-)  # fmt: skip
-
-
-def calls(device: Any, dtype: Any) -> dict[str, Callable[[], Any]]:
-    """Return a call of each public op, whose result is summed and differentiated."""
-    import torch
-    import torch.nn.functional as F
-
-    import fastformer as ff
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
-
-    q, x, w_1, w_2 = random(2, 8, 128, 64), random(256, 512), random(2048, 512), random(512, 2048)
-    b_1, b_2, logits = random(2048), random(512), random(256, 32768)
-    tokens = torch.randint(0, 256, (2, 128), device=device)
-    lengths = torch.tensor([100, 128], device=device)
-    attention = ff.scaled_dot_product_attention
-    F.linear(x, w_1).sum().backward()  # initialises the BLAS library and autograd
-    return {
-        "scaled_dot_product_attention": lambda: attention(q, q, q, None, 0.1, key_lengths=lengths),
-        "layer_norm": lambda: ff.layer_norm(x, 512, b_2, b_2),
-        "dropout_add_layer_norm": lambda: ff.dropout_add_layer_norm(x, x, b_2, b_2, 0.1)[0],
-        "feed_forward": lambda: ff.feed_forward(x, w_1, b_1, w_2, b_2, "relu", 0.1),
-        "embed": lambda: ff.embed(tokens, x, x[:128].detach(), 0.1),
-        "cross_entropy": lambda: ff.cross_entropy(logits, tokens.flatten(), label_smoothing=0.1),
-    }
 
 
 def first_calls(backend: str) -> dict[str, float]:
+    """Return the seconds of the first call of each op and of its backward."""
     import torch
 
     import fastformer as ff
+    from fastformer.ops import examples
 
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    x = torch.randn(256, 512, device=device, dtype=dtype, requires_grad=True)
+    (x @ x.t()).sum().backward()  # initialises the BLAS library and autograd
     ff.use_backend(backend)
-    seconds = {}
-    for op, call in calls(device, dtype).items():
+    seconds: dict[str, float] = {}
+    for op, given in examples.calls(torch.device(device), dtype, B=2, S=128, H=8):
         started = time.perf_counter()
-        call().sum().backward()
+        outputs = getattr(ff, op)(**given)
+        first = outputs[0] if isinstance(outputs, tuple) else outputs
+        if first.requires_grad:
+            first.sum().backward()
         if on_gpu:
             torch.cuda.synchronize()
-        seconds[op] = time.perf_counter() - started
+        seconds.setdefault(op, time.perf_counter() - started)
     return seconds
 
 

@@ -469,16 +469,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.minutes > 0:
         parser.error(f"minutes is {options.minutes:g}; expected more than 0")
     try:
-        return _measure(options, chosen(on_gpu(), options.only))
+        parts = chosen(on_gpu(), options.only)
     except ValueError as error:
         parser.error(str(error))
-
-
-def _measure(options: argparse.Namespace, parts: Sequence[Part]) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("there is no GPU; `pytest --benchmark-only` measures on a CPU")
+        parser.error("there is no GPU; `pytest --benchmark-only` measures on a CPU")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running part
     run = Run(options.out)
     if torch.cuda.get_device_capability() != (9, 0):

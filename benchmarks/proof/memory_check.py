@@ -2,17 +2,18 @@
 
 Within `checked()` a launch raises `AccessError` unless
 
-1. each load, store and atomic falls on an element of the tensor that its pointer comes from, by the
+1. each load and store falls on an element of the tensor that its pointer comes from, by the
    sizes and strides of the tensor: not past its end, not between its rows, not in another tensor;
 2. no element is stored twice, by two programs or by one;
 3. no program loads an element that is stored in this launch, by another program at any time or by
    itself before. (It may load an element, and then store it.)
+4. there is no atomic, as the order of additions would change the bits.
 
 On a GPU the programs run in any order, and the first fault may corrupt memory without an error.
-Rules 2 and 3 also apply where tensors share memory, and do not apply to atomics. Instead of them,
-of the tensors in a group of arguments named `scratch`
+Rules 2 and 3 also apply where tensors share memory. Instead of them, of the tensors in a group of
+arguments named `scratch`
 
-4. each element is used by one program alone, which stores it before it loads it, with a barrier
+5. each element is used by one program alone, which stores it before it loads it, with a barrier
    (`tl.debug_barrier`) in between: another thread of the program may be the one that loads.
 """
 
@@ -118,7 +119,7 @@ class Memory:
 
 
 class Scratch(Memory):
-    """Memory of which each element belongs to one program (rule 4)."""
+    """Memory of which each element belongs to one program (rule 5)."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -299,7 +300,6 @@ def _named(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 _launch: _Launch | None = None  # the one that runs
-_enabled = True
 
 
 def barriers() -> int:
@@ -309,9 +309,7 @@ def barriers() -> int:
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Return a context in which every launch in Triton's interpreter is checked, but for those
-    within `unchecked()`.
-    """
+    """Return a context in which every launch in Triton's interpreter is checked."""
     before = []
     builder = ti.InterpreterBuilder
     replacements = ((builder, _of_accesses), (builder, _of_barriers), (ti, _of_arguments))
@@ -324,17 +322,6 @@ def checked() -> Iterator[None]:
     finally:
         for owner, name, function in before:
             setattr(owner, name, function)
-
-
-@contextlib.contextmanager
-def unchecked() -> Iterator[None]:
-    """Return a context in which no launch is checked: a test may need a kernel that is wrong."""
-    global _enabled
-    _enabled = False
-    try:
-        yield
-    finally:
-        _enabled = True
 
 
 def _of_launches(executor: Any) -> dict[str, Any]:
@@ -357,8 +344,6 @@ def _of_launches(executor: Any) -> dict[str, Any]:
     def arguments(self: Any, given: Any, named: Any) -> Any:
         global _launch
         host_given, host_named = to_host(self, given, named)
-        if not _enabled:
-            return host_given, host_named
         pairs = [*zip(self.arg_names, host_given), *host_named.items()]
         _launch = _Launch(self.fn, [found for name, x in pairs for found in _named(name, x)])
         return host_given, host_named
@@ -384,8 +369,6 @@ def _of_accesses(builder: Any) -> dict[str, Any]:
         builder.create_masked_store,
         builder.create_bitcast,
     )
-    update, exchange = builder.create_atomic_rmw, builder.create_atomic_cas
-    everywhere = ti.TensorHandle(np.ones((), bool), tl.int1)
 
     def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         if _launch is not None:
@@ -397,15 +380,9 @@ def _of_accesses(builder: Any) -> dict[str, Any]:
             _launch.check(Argument.check_store, pointers, mask, self.grid_idx)
         return store(self, pointers, value, mask, *rest)
 
-    def checked_update(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        if _launch is not None:
-            _launch.check(Argument.check_bounds, pointers, mask, "updates")
-        return update(self, op, pointers, value, mask, *rest)
-
-    def checked_exchange(self: Any, pointers: Any, *rest: Any) -> Any:
-        if _launch is not None:
-            _launch.check(Argument.check_bounds, pointers, everywhere, "updates")
-        return exchange(self, pointers, *rest)
+    def atomic(self: Any, *_: Any) -> Any:
+        assert _launch is not None
+        raise AccessError(f"{_launch.who()} has an atomic")
 
     def bitcast_pointer(self: Any, source: Any, target: Any) -> Any:
         result = bitcast(self, source, target)
@@ -416,8 +393,8 @@ def _of_accesses(builder: Any) -> dict[str, Any]:
     return dict(
         create_masked_load=checked_load,
         create_masked_store=checked_store,
-        create_atomic_rmw=checked_update,
-        create_atomic_cas=checked_exchange,
+        create_atomic_rmw=atomic,
+        create_atomic_cas=atomic,
         create_bitcast=bitcast_pointer,
     )
 

@@ -9,7 +9,7 @@ A line of a table has a file, the name of the bug, a function or `Class.method` 
 whole file), a text that stands once in it, and the text that takes its place; tabs part them, and
 \\n stands for a new line. A sixth column says why the bug changes no result.
 
-Each worker has a copy of the checkout. For a bug it writes the file, and runs
+Each worker has a clone of the checkout. For a bug it writes the file, and runs
 
 1. the functions that saw the bug before;
 2. the other tests that `pytest` runs in the folder of tests of the file: first the files of tests
@@ -34,7 +34,6 @@ import math
 import os
 import queue
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -127,18 +126,8 @@ def function_of(case: str) -> str:
     return case.partition("[")[0]
 
 
-def copied(folder: Path) -> Path:
-    """Copy the files of this checkout that git does not ignore into a folder."""
-    listed = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).exists():  # it may have been deleted and not committed
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    return folder
-
-
 class Checkout:
-    """Runs tests in a folder whose files it may change."""
+    """Runs tests in a clone, whose files it may change."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.events = folder, folder.with_name(f"{folder.name}.jsonl")
@@ -242,8 +231,6 @@ def save(results: Verdicts) -> None:
 def try_all(bugs: Sequence[Bug], results: Verdicts, workers: int) -> list[str]:
     """Enter the verdict of each bug in the results. Return the cases that fail without a bug."""
     before, commit = read(), _git("rev-parse", "--short", "HEAD").strip()
-    if _git("status", "--porcelain", "--", ".", f":!{RESULT.relative_to(ROOT)}"):
-        commit += "-dirty"
     free, cases = queue.SimpleQueue[Checkout](), set[str]()
 
     def one(bug: Bug) -> tuple[str, list[str], float]:
@@ -255,7 +242,8 @@ def try_all(bugs: Sequence[Bug], results: Verdicts, workers: int) -> list[str]:
 
     with tempfile.TemporaryDirectory(prefix="mutation-") as scratch:
         for n in range(workers):
-            free.put(Checkout(copied(Path(scratch) / str(n))))
+            _git("clone", "--quiet", ".", f"{scratch}/{n}")
+            free.put(Checkout(Path(scratch) / str(n)))
         with ThreadPoolExecutor(workers) as pool:
             done = {pool.submit(one, bug): bug for bug in bugs}
             try:
@@ -298,6 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.resume:
         unseen = {"verdict": "unseen"}
         bugs = [x for x in bugs if results[x.table].get(x.name, unseen)["verdict"] == "unseen"]
+    if _git("status", "--porcelain", "--", ".", f":!{RESULT.relative_to(ROOT)}"):
+        parser.error("there are changes that are not committed: the tests run in clones")
     wrong = try_all(bugs, results, options.workers)
     print(*(f"fails without a bug: {case}" for case in wrong), sep="\n")
     return int(bool(wrong) or any(results[x.table][x.name]["verdict"] == "unseen" for x in bugs))

@@ -1,4 +1,6 @@
-"""The calls that test_gpu_path.py makes: each public op, its inputs in several layouts."""
+"""The calls that test_gpu_path.py makes beside those of calls.py: each public op, its inputs in
+several layouts, and launches of every kind.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ import fastformer as ff
 from fastformer.dispatch import backends
 
 SEED = 20170612
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 Tensors = dict[str, Tensor]
 
@@ -85,7 +86,7 @@ def watched(call: Callable[..., Tensor], layout: str) -> Callable[..., Tensor]:
 
         def back(x: Tensor) -> Tensor:
             rows = "lse" if x.dim() == 3 else "statistics"
-            made = rows if x.dtype == FP32 else "output"
+            made = rows if x.dtype == torch.float32 else "output"
             return shifted(x) if what == ("inputs" if x.data_ptr() in inputs else made) else x
 
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, back):
@@ -106,7 +107,6 @@ class Case(NamedTuple):
     layouts: tuple[str, ...]
     options: dict[str, Any] = {}  # noqa: RUF012
     fixed: Callable[[], Tensors] = dict
-    sampled: bool = False  # else with --slow
 
 
 CASES: dict[str, Case] = {}
@@ -122,28 +122,23 @@ def case(
     *,
     call: Callable[..., Tensor] | None = None,
     fixed: Callable[[], Tensors] = dict,
-    sampled: bool = False,
     **options: Any,
 ) -> None:
     assert name not in CASES
     call = call or getattr(ff, op)
-    CASES[name] = Case(op, call, make, layouts, options, fixed, sampled)
+    CASES[name] = Case(op, call, make, layouts, options, fixed)
 
 
-def normal(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape) * scale).to(dtype)
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape) * scale).bfloat16()
 
 
 def qkv(
-    b: int, h: int, s: int, d: int, dtype: torch.dtype = BF16, g: int = 0, sk: int = 0, dv: int = 0,
-    **more: Callable[[], Tensor],
+    b: int, h: int, s: int, d: int, g: int = 0, sk: int = 0, **more: Callable[[], Tensor]
 ) -> Callable[[], Tensors]:  # fmt: skip
     def make() -> Tensors:
-        tensors = {
-            "query": normal(b, h, s, d, dtype=dtype),
-            "key": normal(b, g or h, sk or s, d, dtype=dtype),
-            "value": normal(b, g or h, sk or s, dv or d, dtype=dtype),
-        }
+        tensors = {"query": normal(b, h, s, d)}
+        tensors |= {name: normal(b, g or h, sk or s, d) for name in ("key", "value")}
         return tensors | {name: x() for name, x in more.items()}
 
     return make
@@ -154,66 +149,28 @@ def with_lse(**given: Any) -> Tensor:
     return torch.cat([output, lse.unsqueeze(-1).to(output.dtype)], -1)
 
 
-def summed(**given: Any) -> Tensor:
-    """Its gradient is expanded: no stride but zero."""
-    return ff.scaled_dot_product_attention(**given).sum((0, 1, 2))
-
-
-def one_tensor(x: Tensor, **options: Any) -> Tensor:
-    """Query, key and value as slices of one tensor."""
-    query, key, value = x.chunk(3, -1)
-    return ff.scaled_dot_product_attention(query, key, value, **options)
-
-
 SDPA = "scaled_dot_product_attention"
 S = 70
 LENGTHS = {"key_lengths": lambda: torch.tensor([37, S], dtype=torch.int32)}
 MASK = {"attn_mask": lambda: torch.rand(2, 1, S, S) > 0.2}
-KEY_MASK = {"attn_mask": lambda: torch.rand(2, 1, 1, S) > 0.2}
 SEEDED = {"dropout_seed": lambda: torch.tensor([0, SEED])[1:]}  # 8 bytes behind
 DROPOUT = dict(dropout_p=0.1, dropout_seed=SEED)
 
 
-def bias(*shape: int, dtype: torch.dtype = BF16) -> dict[str, Callable[[], Tensor]]:
-    return {"bias": lambda: normal(*shape, dtype=dtype)}
+def bias(*shape: int) -> dict[str, Callable[[], Tensor]]:
+    return {"bias": lambda: normal(*shape)}
 
 
 case(SDPA, "attention, lengths and dropout", qkv(2, 2, S, 64, **LENGTHS),
-     ("dense", "shifted", "swapped"), sampled=True, **DROPOUT)  # fmt: skip
-case(SDPA, "attention, causal, 128", qkv(1, 2, 130, 128), is_causal=True)
-case(SDPA, "attention, moved", qkv(2, 2, 40, 64), MOVED, sampled=True)
-case(SDPA, "attention, sinks", qkv(2, 2, 40, 64, sinks=lambda: normal(2)),
-     ("dense", "only sinks"))  # fmt: skip
-case(SDPA, "attention, one gradient for all", qkv(2, 2, 40, 64), call=summed, is_causal=True)
-case(SDPA, "attention, plain", qkv(2, 2, S, 64), (*FOUR, "strided", "shifted by 8 bytes"))
-case(SDPA, "attention, seed in a tensor", qkv(2, 2, S, 64, **SEEDED), dropout_p=0.1)
-case(SDPA, "attention, key mask", qkv(2, 2, S, 64, **KEY_MASK))
-case(SDPA, "attention, mask", qkv(2, 2, S, 64, **MASK))
-case(SDPA, "attention, bias", qkv(2, 2, S, 64, **bias(2, S, S)), FOUR)
-case(SDPA, "attention, key bias", qkv(2, 2, S, 64, **bias(2, 1, 1, S, dtype=FP32)))
-case(SDPA, "attention, row bias", qkv(2, 2, S, 64, **bias(2, 1, S, 1, dtype=FP32)))
-case(SDPA, "attention, log-sum-exp", qkv(2, 2, 40, 64, **bias(2, 40, 40)), 
-     (*TWO, "saved statistics"),
-     call=with_lse, is_causal=True, sampled=True)  # fmt: skip
-case(SDPA, "attention, window and slopes", qkv(2, 2, S, 64, sk=90), window=(20, 3),
-     causal_alignment="bottom_right",
-     fixed=lambda: {"alibi_slopes": torch.tensor([0.5, 0.25])})  # fmt: skip
-case(SDPA, "attention, softcap, grouped", qkv(2, 4, S, 64, g=2), ("dense", "swapped"),
-     softcap=20.0, is_causal=True, enable_gqa=True)  # fmt: skip
-case(SDPA, "attention, one query",
-     qkv(2, 2, 1, 64, sk=S, **LENGTHS), ("dense", "swapped"))  # fmt: skip
+     ("dense", "shifted", "swapped"), **DROPOUT)  # fmt: skip
+case(SDPA, "attention, moved", qkv(2, 2, 40, 64), MOVED)
+case(SDPA, "attention, log-sum-exp", qkv(2, 2, 40, 64, **bias(2, 40, 40)),
+     (*TWO, "saved statistics"), call=with_lse, is_causal=True)  # fmt: skip
 case(SDPA, "attention, few queries",
      qkv(2, 4, 3, 64, g=2, sk=300, key_lengths=lambda: torch.tensor([37, 300])),
      ("dense", "only key", "swapped"), enable_gqa=True, is_causal=True,
-     causal_alignment="bottom_right", sampled=True)  # fmt: skip
-case(SDPA, "attention, few queries, all",
-     qkv(1, 4, 16, 128, g=4, sk=260, **bias(4, 1, 260), sinks=lambda: normal(4)),
-     TWO, window=(200, 9), softcap=20.0)  # fmt: skip
+     causal_alignment="bottom_right")  # fmt: skip
 case(SDPA, "attention, one head", qkv(1, 1, S, 64), ("dense", "swapped"))
-case(SDPA, "attention, 40 and 24 wide", qkv(2, 2, S, 40, FP16, dv=24), ("dense", "padded"))
-case(SDPA, "attention, float32", qkv(1, 2, 40, 64, FP32), **DROPOUT)
-case(SDPA, "attention, 256", qkv(1, 1, 40, 256), DENSE, **DROPOUT)
-case(SDPA, "attention, of one tensor", lambda: {"x": normal(2, 2, S, 192)}, call=one_tensor)
 case(SDPA, "attention, everything",
      qkv(2, 2, S, 64, **bias(1, 2, S, S), **MASK, **LENGTHS, **SEEDED),
      ("dense", "swapped", *(f"only {n}" for n in ("query", "key", "value", "bias", "attn_mask",
@@ -240,7 +197,8 @@ def by_gluon(row: str = "Gluon 128 128", rows: Any = (), **given: Any) -> Tensor
         output = with_lse(**given)
     finally:
         tuned.source = before
-    if torch.is_grad_enabled() and output.dtype == BF16 and ff.current_backend() == "triton":
+    launched = torch.is_grad_enabled() and ff.current_backend() == "triton"
+    if launched and output.dtype == torch.bfloat16:
         plans = [getattr(plan, "forward", None) for plan in launch.plans.values()]
         assert any(isinstance(plan, (launch.TMALaunch, launch.MappedLaunch)) for plan in plans)
     return output
@@ -248,14 +206,9 @@ def by_gluon(row: str = "Gluon 128 128", rows: Any = (), **given: Any) -> Tensor
 
 case(SDPA, "attention, Gluon, forward and backward", qkv(2, 4, 71, 64, g=2, sk=130),
      ("dense", "swapped"), call=by_gluon, rows=dict(dq="Gluon 128 128", dkdv="Gluon 64 128"),
-     enable_gqa=True, is_causal=True, sampled=True, **DROPOUT)  # fmt: skip
-HOPPER_MASK = {"attn_mask": lambda: torch.rand(2, 1, 1, 130) > 0.2}
+     enable_gqa=True, is_causal=True, **DROPOUT)  # fmt: skip
 case(SDPA, "attention, Gluon", qkv(2, 4, 71, 64, g=2, sk=130), ("dense", "swapped"),
-     call=by_gluon, enable_gqa=True, is_causal=True, causal_alignment="bottom_right",
-     sampled=True)  # fmt: skip
-case(SDPA, "attention, Gluon, key mask",
-     qkv(2, 2, 71, 64, sk=130, dv=24, sinks=lambda: normal(2), **HOPPER_MASK), ("dense", "swapped"),
-     call=by_gluon)  # fmt: skip
+     call=by_gluon, enable_gqa=True, is_causal=True, causal_alignment="bottom_right")  # fmt: skip
 case(SDPA, "attention, Gluon, lengths and dropout",
      qkv(2, 2, 71, 128, sk=130, key_lengths=lambda: torch.tensor([33, 77])), ("dense", "swapped"),
      call=by_gluon, **DROPOUT)  # fmt: skip
@@ -266,62 +219,41 @@ def packed(**given: Any) -> Tensor:
     return ff.packed_attention(**given, max_q=S - 17, max_k=S - 17)
 
 
-def tokens(**more: Any) -> Callable[[], Tensors]:
+def tokens() -> Tensors:
     offsets = {"cu_seqlens_q": OFFSETS, "cu_seqlens_k": OFFSETS}
-    return lambda: {n: normal(S, 2, 64) for n in ("query", "key", "value")} | offsets
+    return {n: normal(S, 2, 64) for n in ("query", "key", "value")} | offsets
 
 
-case("packed_attention", "packed", tokens(), ("dense", "shifted", "only cu_seqlens_k"),
-     call=packed, is_causal=True, sampled=True, **DROPOUT)  # fmt: skip
-case("packed_attention", "packed, window", tokens(), ("padded", "strided"), call=packed,
-     window=(9, 0), causal_alignment="bottom_right")  # fmt: skip
-case("packed_attention", "packed, terms", lambda: {**tokens()(), "bias": normal(S)},
-     ("dense", "only bias"), call=packed, softcap=9.0, is_causal=True,
-     alibi_slopes=torch.tensor([0.3, 0.1]))  # fmt: skip
+case("packed_attention", "packed", tokens, ("dense", "shifted", "only cu_seqlens_k"),
+     call=packed, is_causal=True, **DROPOUT)  # fmt: skip
 
 
-def both(**given: Any) -> Tensor:
-    return torch.cat(ff.dropout_add_layer_norm(**given))
+def joined(op: Callable[..., tuple[Tensor, ...]], dim: int = 0) -> Callable[..., Tensor]:
+    return lambda **given: torch.cat(op(**given), dim)
 
 
-def both_rms(**given: Any) -> Tensor:
-    return torch.cat(ff.dropout_add_rms_norm(**given))
-
-
-def rows(m: int, n: int, dtype: torch.dtype, *names: str) -> Callable[[], Tensors]:
-    shapes = {"input": (m, n), "residual": (m, n), "weight": (n,), "bias": (n,)}
-    return lambda: {name: normal(*shapes[name], dtype=dtype) for name in names}
+def rows(*names: str) -> Callable[[], Tensors]:
+    shapes = {"input": (30, 80), "residual": (30, 80), "weight": (80,), "bias": (80,)}
+    return lambda: {name: normal(*shapes[name]) for name in names}
 
 
 AFFINE = ("input", "weight", "bias")
-for m, n, dtype in ((30, 80, BF16), (300, 77, FP16), (9, 1000, FP32), (9, 9000, BF16)):
-    which = TWO if n == 80 else ("dense", "shifted", "padded")
-    case("rms_norm", f"rms_norm, {n}", rows(m, n, dtype, "input", "weight"), which,
-         normalized_shape=n, sampled=n == 80)  # fmt: skip
-    case("layer_norm", f"layer_norm, {n}", rows(m, n, dtype, *AFFINE), which,
-         normalized_shape=n, sampled=n == 80)  # fmt: skip
-    case("dropout_add_layer_norm", f"dropout_add_layer_norm, {n}",
-         rows(m, n, dtype, *AFFINE, "residual"), which, call=both,
-         sampled=n == 80, **DROPOUT)  # fmt: skip
-    case("dropout_add_rms_norm", f"dropout_add_rms_norm, {n}",
-         rows(m, n, dtype, "input", "weight", "residual"), DENSE, call=both_rms,
-         sampled=n == 80, **DROPOUT)  # fmt: skip
-case("layer_norm", "layer_norm, no weight", lambda: {"input": normal(2, 3, 64)},
-     ("dense", "strided"), normalized_shape=64, unbiased=True)  # fmt: skip
-case("layer_norm", "layer_norm, one row", rows(1, 64, BF16, *AFFINE), normalized_shape=64)
+case("rms_norm", "rms_norm", rows("input", "weight"), normalized_shape=80)
+case("layer_norm", "layer_norm", rows(*AFFINE), normalized_shape=80)
+case("dropout_add_layer_norm", "dropout_add_layer_norm", rows(*AFFINE, "residual"),
+     call=joined(ff.dropout_add_layer_norm), **DROPOUT)  # fmt: skip
+case("dropout_add_rms_norm", "dropout_add_rms_norm", rows("input", "weight", "residual"), DENSE,
+     call=joined(ff.dropout_add_rms_norm), **DROPOUT)  # fmt: skip
 
 
-def hidden(**given: Any) -> Callable[[], Tensors]:
-    return lambda: {
+def hidden() -> Tensors:
+    return {
         "input": normal(2, 35, 64), "w_1": normal(144, 64, scale=1 / 8), "b_1": normal(144),
         "w_2": normal(64, 144, scale=1 / 12), "b_2": normal(64),
     }  # fmt: skip
 
 
-for activation in ("relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu2"):
-    case("feed_forward", f"feed_forward, {activation}", hidden(),
-         ("dense", "shifted") if activation == "gelu" else ("dense", "padded", "strided"),
-         activation=activation, sampled=activation == "gelu", **DROPOUT)  # fmt: skip
+case("feed_forward", "feed_forward", hidden, activation="gelu", **DROPOUT)
 
 
 def gate(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -331,53 +263,33 @@ def gate(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 for op in ("geglu", "swiglu"):
     case(op, op, lambda: {"x": normal(70, 64), "w": normal(144, 64, scale=1 / 8),
                           "w_2": normal(64, 72, scale=1 / 8)},
-         call=gate(getattr(ff, op)), sampled=True, **DROPOUT)  # fmt: skip
+         call=gate(getattr(ff, op)), **DROPOUT)  # fmt: skip
 
 
 case("gated_activation", "gated_activation",
      lambda: {"gate": normal(70, 144), "value": normal(70, 144)},
-     activation="gelu", sampled=True)  # fmt: skip
+     activation="gelu")  # fmt: skip
 
 
-def vocabulary(dtype: torch.dtype = torch.int64) -> Callable[[], Tensors]:
-    return lambda: {
-        "tokens": torch.randint(0, 50, (2, 35)).to(dtype), "weight": normal(50, 64),
-        "positional": normal(40, 64),
-    }  # fmt: skip
+def vocabulary() -> Tensors:
+    tokens = torch.randint(0, 50, (2, 35))
+    return {"tokens": tokens, "weight": normal(50, 64), "positional": normal(40, 64)}
 
 
-case("embed", "embed", vocabulary(), sampled=True, **DROPOUT)
-case("embed", "embed, int32", vocabulary(torch.int32), ("dense", "only tokens"), **DROPOUT)
-case("embed", "embed, padded", vocabulary(), ("padded", "strided"))
+case("embed", "embed", vocabulary, **DROPOUT)
 
 
-def classes(v: int, dtype: torch.dtype, n: int = 0) -> Callable[[], Tensors]:
-    """Logits, or what a linear layer makes them of; the fourth row is ignored."""
-
-    def make() -> Tensors:
-        target = torch.randint(1, v, (21,))
-        target[3] = 0
-        if not n:
-            return {"logits": normal(21, v, dtype=dtype), "target": target}
-        linear = normal(v, n, dtype=dtype, scale=1 / 6)
-        return {"input": normal(21, n, dtype=dtype), "target": target, "linear_weight": linear,
-                "linear_bias": normal(v, dtype=dtype)}  # fmt: skip
-
-    return make
+def target() -> Tensor:
+    """Whose fourth row is ignored."""
+    return torch.randint(1, 64, (21,)).index_fill(0, torch.tensor([3]), 0)
 
 
 LOSS = dict(label_smoothing=0.1, ignore_index=0)
-for v, dtype in ((64, BF16), (5000, BF16), (33, FP32)):
-    for reduction in ("mean", "none"):
-        chosen = v == 64 and reduction == "mean"
-        case("cross_entropy", f"cross_entropy, {v}, {reduction}", classes(v, dtype),
-             ("dense", "shifted", "padded") if v != 64 else TWO,
-             reduction=reduction, sampled=chosen, **LOSS)  # fmt: skip
-        case("linear_cross_entropy", f"linear_cross_entropy, {v}, {reduction}",
-             classes(v, dtype, 32), reduction=reduction, sampled=chosen, **LOSS)  # fmt: skip
-case("cross_entropy", "cross_entropy, kl", classes(64, BF16), smoothing="kl", **LOSS)
-case("cross_entropy", "cross_entropy, z-loss, softcap, temperature", classes(64, BF16),
-     z_loss=1e-2, softcap=5.0, temperature=0.7, **LOSS)  # fmt: skip
+case("cross_entropy", "cross_entropy", lambda: {"logits": normal(21, 64), "target": target()},
+     **LOSS)  # fmt: skip
+case("linear_cross_entropy", "linear_cross_entropy",
+     lambda: {"input": normal(21, 32), "target": target(), "linear_bias": normal(64),
+              "linear_weight": normal(64, 32, scale=1 / 6)}, **LOSS)  # fmt: skip
 
 
 def rows_and_weight(*names: str) -> Callable[[], Tensors]:
@@ -385,51 +297,10 @@ def rows_and_weight(*names: str) -> Callable[[], Tensors]:
 
 
 case("linear_kl_div", "linear_kl_div", rows_and_weight("input", "linear_weight"),
-     fixed=rows_and_weight("teacher_input", "teacher_weight"), sampled=True)  # fmt: skip
+     fixed=rows_and_weight("teacher_input", "teacher_weight"))  # fmt: skip
 
 
-def turned(**given: Any) -> Tensor:
-    return torch.cat(ff.rotary_embedding(**given), 1)
-
-
-def tables(length: int, width: int) -> Callable[[], Tensors]:
-    return lambda: dict(zip(("cos", "sin"), ff.rotary_frequencies(width, length)))
-
-
-for norm in (False, True):
-    norms = ("query_norm", "key_norm") if norm else ()
-    case("rotary_embedding", f"rotary_embedding{', norms' * norm}", lambda norms=norms: {
-        "query": normal(2, 4, 40, 64), "key": normal(2, 2, 40, 64),
-        **{n: normal(64) for n in norms}}, ("dense", "shifted", "padded", "swapped", "strided"),
-         call=turned, fixed=tables(40, 64), sampled=norm)  # fmt: skip
-case("rotary_embedding", "rotary_embedding, packed, part",
-     lambda: {"query": normal(70, 4, 64), "key": normal(70, 2, 64)}, DENSE, call=turned,
-     fixed=tables(70, 16), interleaved=True)  # fmt: skip
-
-# ------------------------------------------------------------------------------------------ model
-
-
-def network() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return ff.make_model(40, 40, N=1, d_model=64, d_ff=128, h=2, dropout=0.0)
-
-
-def batch() -> Tensors:
-    parameters = {n.replace(".", "/"): x.detach() for n, x in network().named_parameters()}
-    source, target = torch.randint(1, 40, (2, 20)), torch.randint(1, 40, (2, 21))
-    source[0, 15:] = 0
-    return parameters | {"source": source, "target": target}
-
-
-def step(source: Tensor, target: Tensor, **parameters: Tensor) -> Tensor:
-    data, model = ff.Batch(source, target), network()
-    dtype = next(iter(parameters.values())).dtype
-    state = {n: x.to(dtype) for n, x in model.named_buffers()}
-    state |= {n.replace("/", "."): x for n, x in parameters.items()}
-    given = data.src, data.tgt, data.src_mask, data.tgt_mask
-    output = torch.func.functional_call(model, state, given)
-    last = {n.removeprefix("generator."): x for n, x in state.items() if "generator." in n}
-    return torch.func.functional_call(model.generator, last, (output,))
-
-
-case("transformer", "a whole model", batch, DENSE, call=step)
+case("rotary_embedding", "rotary_embedding", lambda: {
+    "query": normal(2, 4, 40, 64), "key": normal(2, 2, 40, 64), "query_norm": normal(64),
+    "key_norm": normal(64)}, (*FOUR, "strided"), call=joined(ff.rotary_embedding, 1),
+     fixed=lambda: dict(zip(("cos", "sin"), ff.rotary_frequencies(64, 40))))  # fmt: skip

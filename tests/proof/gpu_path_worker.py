@@ -31,9 +31,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 os.environ["TRITON_INTERPRET"] = "0"
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]  # each has a conftest
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "ops"), str(ROOT)]
 
+import calls
 import gpu_path_cases as cases
+import test_fuzz
 import torch
 import triton
 import triton.language as tl
@@ -51,8 +53,9 @@ SCALARS = {
     "i64": "q", "u64": "Q", "fp16": "e", "fp32": "f", "fp64": "d",
 }  # fmt: skip
 ELEMENTS = {
-    "i1": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32,
-    "i64": torch.int64, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
+    "i1": torch.bool, "u1": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16,
+    "i32": torch.int32, "i64": torch.int64, "fp16": torch.float16, "bf16": torch.bfloat16,
+    "fp32": torch.float32,
 }  # fmt: skip
 
 # ------------------------------------------------------------------------------ reading a launch
@@ -314,6 +317,17 @@ class Worker:
             with self.nothing_new() if known else contextlib.nullcontext():
                 for i, layout in enumerate(case.layouts):
                     self.call(case, layout, seed=2 * i + known)
+
+    def drawn(self, op: str, count: int) -> None:
+        """Calls as test_fuzz.py draws and checks them, without float64, which a GPU's kernels do
+        not take.
+        """
+        self.gpu.stream = self.launches.stream = next(self.streams)
+        for seed in range(count):
+            draw = calls.Draw(seed, "cpu")
+            if draw.dtype == torch.float64:
+                draw.dtype = torch.float32
+            test_fuzz.check(getattr(calls, op), draw, "triton", contextlib.nullcontext())
 
     def error(self, name: str, other: str) -> None:
         """What is known still runs after a launch of another call has failed, and when Triton has

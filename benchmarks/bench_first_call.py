@@ -13,10 +13,11 @@ import tempfile
 import pytest
 import torch
 
+from benchmarks import answer
 from benchmarks.peers import GPU
-from benchmarks.workers import answer
 from fastformer.dispatch.backends import OPERATIONS
 
+pytest.importorskip("triton")
 PROVIDERS = ["reference, eager", *(["triton, cold", "triton, warm"] if GPU else [])]
 PROCESSES = 2 if GPU else 1  # for the reference, and for a warm cache
 
@@ -38,11 +39,6 @@ def seconds(what, provider):
 
 
 IMPORTS = ["import torch", "import fastformer", "import fastformer.kernels.attention"]
-
-
-@pytest.fixture(autouse=True)
-def needs_triton():
-    pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("provider", IMPORTS)

@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks import ROOT
+from benchmarks import ROOT, answer
 from benchmarks.gpu import stand_in
 from benchmarks.peers import GPU
-from benchmarks.workers import answer
 
 CALLS, ROUNDS = 1000, 7 if GPU else 3
 AT_ONCE = 100  # calls: fewer than what may wait for the device at a time

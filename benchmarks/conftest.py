@@ -29,7 +29,6 @@ import torch
 
 from benchmarks import peers, report
 from benchmarks.gpu import journal
-from benchmarks.memory import peak_bytes
 from benchmarks.peers import implementation
 from benchmarks.report import CAPTURED
 from fastformer.environment import describe
@@ -264,6 +263,26 @@ def _torch_of(group, provider, call):
     if _torch[0] != group:
         _torch = None, None
     return _torch[1]
+
+
+def peak_bytes(call, device):
+    """Return the peak of torch's allocator during a call, above the memory held before it."""
+    if device.type == "cuda":
+        call()  # workspaces that only the first call allocates are not counted
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        call()
+    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()  # negative where memory is given back
+        peak = max(peak, held)
+    return peak
 
 
 _elsewhere = 0.0  # seconds

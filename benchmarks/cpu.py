@@ -17,13 +17,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import cpuinfo
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -464,24 +463,8 @@ def _seconds(call: Call, repetitions: int) -> float:
     return (time.process_time() - started) / repetitions
 
 
-def processor() -> str:
-    """Return the name of the processor."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def _rounded(x: float) -> float:
     return float(f"{x:.3g}")
-
-
-def load() -> dict[str, Any]:
-    """Return the measured rows and the description of their machine."""
-    return json.loads(RESULT.read_text())
 
 
 def lines(data: dict[str, Any]) -> list[str]:
@@ -511,7 +494,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not chosen or (options.write and len(chosen) < len(CASES)):
         parser.error("no case has this word" if not chosen else "--write measures all cases")
     torch.set_num_threads(1)
-    machine = describe(torch.device("cpu")) | {"processor": processor()}
+    machine = describe(torch.device("cpu")) | {"processor": cpuinfo.get_cpu_info()["brand_raw"]}
     data: dict[str, Any] = {"machine": machine, "rounds": options.rounds, "rows": []}
     for case in chosen:
         row = measure(case, options.rounds)

@@ -15,7 +15,6 @@ import argparse
 import csv
 import importlib.util
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -342,10 +341,9 @@ def draw(family: str, rows: Sequence[Row]) -> Any:
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     unit = "tflops" if any("tflops" in row for row in rows) else "gb_per_s"
     roofline = {r["length"]: r[unit] / r["of_roof"] for r in rows if "of_roof" in r and unit in r}
-    best: dict[int, float] = {}
-    for row in rows:
-        if row["provider"] not in OURS:
-            best[row["length"]] = min(row["ms"], best.get(row["length"], math.inf))
+    lengths = sorted({row["length"] for row in rows})
+    peers = [(row["length"], row["ms"]) for row in rows if row["provider"] not in OURS]
+    best = {n: min(ms for length, ms in peers if length == n) for n, _ in peers}
 
     def x_best(row: Row) -> float | None:
         compared = row["provider"] in OURS and row["length"] in best
@@ -357,7 +355,6 @@ def draw(family: str, rows: Sequence[Row]) -> Any:
         "peak memory of a call, MiB": lambda row: row.get("peak_mib"),
         "best peer's time over ours": x_best,
     }
-    lengths = sorted({row["length"] for row in rows})
     for i, (axes, (label, value)) in enumerate(zip(figure.subplots(2, 2).flat, panels.items())):
         for n, name in enumerate(dict.fromkeys(row["provider"] for row in rows)):
             own = sorted((r for r in rows if r["provider"] == name), key=lambda r: r["length"])
@@ -379,8 +376,7 @@ def draw(family: str, rows: Sequence[Row]) -> Any:
             axes.axhline(1, color="black", linewidth=0.8)
         elif all((value(row) or 1) > 0 for row in rows):
             axes.set_yscale("log")
-        if i < 2:
-            axes.legend(fontsize=8)
+        axes.legend(fontsize=8)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(n) for n in lengths], fontsize=8)
         axes.set(xlabel="sequence length", title=label)
@@ -427,7 +423,7 @@ def cpu_table() -> list[str]:
     """Tabulate the times on a CPU beside those of the peers."""
     from benchmarks import cpu
 
-    data = cpu.load()
+    data = json.loads(cpu.RESULT.read_text())
     machine = data["machine"]
     return [
         "## One CPU thread",

@@ -437,12 +437,6 @@ def _write(path: Path, text: str) -> None:
     whole.replace(path)
 
 
-def _status(data: dict[str, Any]) -> int:
-    """Return 1 if a part or a test failed."""
-    cut = [x["part"] for x in data["parts"] if not x["status"].startswith(FINE)]
-    return 1 if data["failed"] or cut else 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
@@ -485,4 +479,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = report.Results(data["rows"], data["absent"], data["failed"])
     print(f"Wrote {options.out / RESULTS}")
     print("\n".join(report.summary(results)))
-    return _status(data)
+    cut = [x["part"] for x in data["parts"] if not x["status"].startswith(FINE)]
+    return 1 if data["failed"] or cut else 0

@@ -13,9 +13,8 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks import ROOT
+from benchmarks import ROOT, answer
 from benchmarks.gpu import journal, stand_in
-from benchmarks.workers import answer
 from fastformer.dispatch.backends import OPERATIONS
 
 
@@ -233,7 +232,7 @@ def test_times_on_a_cpu_are_ratios_of_turns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cpu, "RESULT", cpu.ROOT / ".cache" / f"{tmp_path.name}.json")
     try:
         cpu.main(["-r", "3", "--write"])
-        data = cpu.load()
+        data = json.loads(cpu.RESULT.read_text())
     finally:
         cpu.RESULT.unlink(missing_ok=True)
     assert cpu.lines(data)[2:] == [

@@ -78,15 +78,10 @@ def test_the_translation_has_at_most_25_lines_of_its_own():
 def test_parallel_example(path, tmp_path):
     """Two processes of torchrun."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    options = dict(env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(path)]
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", *words],
-        cwd=tmp_path,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-W", "error::UserWarning", *words]
+    done = subprocess.run(command, cwd=tmp_path, timeout=600, **options)
     assert done.returncode == 0, done.stderr
     assert "difference" in done.stdout
 

@@ -16,13 +16,9 @@ def run(folder, world, *checks, fails=0):
     """Run checks of parallel_checks.py in a group of processes, each of which has to pass them."""
     if torch.cuda.is_available():
         pytest.skip("gloo processes on a CPU")
-    process = subprocess.run(
-        [sys.executable, str(HERE / "parallel_worker.py"), str(world), str(folder), *checks],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    command = [sys.executable, str(HERE / "parallel_worker.py"), str(world), str(folder), *checks]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
     found = [json.loads(line) for line in process.stdout.splitlines()]
     for one in found:
         assert not one["wrong"], f"rank {one['rank']}, {one['check']}:\n{one['wrong']}"
@@ -40,12 +36,18 @@ def test_death_and_resumption(tmp_path):
         run(tmp_path, world, "resumes")
 
 
-def test_in_two_processes(tmp_path):
-    """Data parallel: DDP and FSDP2 on halves of a batch; run_epoch and fit with uneven tokens, and
-    runs that died or were interrupted. Tensor parallel: torch's styles on our layers, and the ops
-    on rows with DTensors.
+@pytest.mark.with_all
+def test_training_in_two_processes(tmp_path):
+    """DDP and FSDP2 of a model of torch and with accumulated gradients; run_epoch and fit with
+    uneven tokens, and runs that died or were interrupted.
     """
-    data = "data_parallel", "accumulated", "torch_transformer"
-    training = "uneven_tokens", "optimizer_of_shards", "resumed_fit", "interrupted_fit"
+    models = "accumulated", "torch_transformer", "optimizer_of_shards"
+    run(tmp_path, 2, *models, "uneven_tokens", "resumed_fit", "interrupted_fit")
+
+
+def test_in_two_processes(tmp_path):
+    """DDP and FSDP2 on halves of a batch. Tensor parallel: torch's styles on our layers, and the
+    ops on rows with DTensors.
+    """
     tensors = "tensor_parallel", "rows_of_dtensors", "dropout_of_dtensors", "refusals"
-    run(tmp_path, 2, *data, *training, *tensors)
+    run(tmp_path, 2, "data_parallel", *tensors)

@@ -173,8 +173,8 @@ case(SDPA, "attention, few queries",
 case(SDPA, "attention, one head", qkv(1, 1, S, 64), ("dense", "swapped"))
 case(SDPA, "attention, everything",
      qkv(2, 2, S, 64, **bias(1, 2, S, S), **MASK, **LENGTHS, **SEEDED),
-     ("dense", "swapped", *(f"only {n}" for n in ("query", "key", "value", "bias", "attn_mask",
-      "key_lengths", "dropout_seed"))), dropout_p=0.1, is_causal=True)  # fmt: skip
+     ("dense", *(f"only {n}" for n in ("bias", "attn_mask", "key_lengths", "dropout_seed"))),
+     dropout_p=0.1, is_causal=True)  # fmt: skip
 
 
 class InGluon(dict):

@@ -37,17 +37,16 @@ def test_death_and_resumption(tmp_path):
 
 
 @pytest.mark.with_all
-def test_training_in_two_processes(tmp_path):
-    """DDP and FSDP2 of a model of torch and with accumulated gradients; run_epoch and fit with
-    uneven tokens, and runs that died or were interrupted.
-    """
-    models = "accumulated", "torch_transformer", "optimizer_of_shards"
-    run(tmp_path, 2, *models, "uneven_tokens", "resumed_fit", "interrupted_fit")
+def test_models_in_two_processes(tmp_path):
+    """DDP and FSDP2 of a model of torch, and with accumulated gradients."""
+    run(tmp_path, 2, "accumulated", "torch_transformer")
 
 
 def test_in_two_processes(tmp_path):
-    """DDP and FSDP2 on halves of a batch. Tensor parallel: torch's styles on our layers, and the
-    ops on rows with DTensors.
+    """DDP and FSDP2 on halves of a batch; run_epoch and fit with uneven tokens, and runs that died
+    or were interrupted. Tensor parallel: torch's styles on our layers, and the ops on rows with
+    DTensors.
     """
+    training = "uneven_tokens", "optimizer_of_shards", "resumed_fit", "interrupted_fit"
     tensors = "tensor_parallel", "rows_of_dtensors", "dropout_of_dtensors", "refusals"
-    run(tmp_path, 2, "data_parallel", *tensors)
+    run(tmp_path, 2, "data_parallel", *training, *tensors)

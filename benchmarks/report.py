@@ -413,10 +413,32 @@ def evidence_block(results: Results) -> str:
     """
     return "\n".join(
         [
-            *(speed_block(results), "", *cpu_table(), "", *accuracy_table(), ""),
+            *(speed_block(results), "", *host_table(), "", *cpu_table(), "", *accuracy_table(), ""),
             *(*compile_table(), "", *mutation_table()),
         ]
     )
+
+
+def host_table() -> list[str]:
+    """Tabulate what public calls cost the host, beside their launches and torch's own ops."""
+    from benchmarks import bench_host_cost
+
+    data = json.loads(bench_host_cost.RESULT.read_text())
+    machine = data["machine"]
+    return [
+        "## What a call costs the host",
+        "",
+        f"({machine['processor']}, Python {machine['python']}, torch {machine['torch']}, Triton "
+        f"{machine['triton']}, commit {data['commit']}.) Public calls on small operands, over a "
+        "driver that launches nothing: their checks, allocations and launches, but no time of a "
+        "GPU. Beside them stand the launches alone, with their number, and torch's own op on a "
+        "CPU, which also computes, in float32. Products within fastformer's calls are torch's "
+        "own, and are computed, in bfloat16. Each time is the least of "
+        f"{data['rounds']} rounds that are run in turn; in brackets, it is divided by the time of "
+        f"`torch.empty_like`. `{data['command']}` measures it.",
+        "",
+        *bench_host_cost.lines(data),
+    ]
 
 
 def cpu_table() -> list[str]:

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _KEY = "fastformer: batch_invariant"  # of the state that torch copies to autograd's threads
-_entered = False  # whether a thread has ever entered the context; until then `on` costs little
+entered = False  # whether a thread has ever entered the context; until then `on` costs little
 
 
 def on() -> bool:
     """Return whether this thread, or the thread whose backward it runs, is in a
     `batch_invariant`.
     """
-    if not _entered or torch.compiler.is_compiling():  # compiled code runs eagerly in the context
+    if not entered or torch.compiler.is_compiling():  # compiled code runs eagerly in the context
         return False
     return torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY)
 
@@ -50,8 +50,8 @@ class batch_invariant:
     """
 
     def __enter__(self) -> None:
-        global _entered
-        _entered = True
+        global entered
+        entered = True
         contexts = _open.__dict__.setdefault("contexts", [])
         contexts.append((on(), _Products()))
         contexts[-1][1].__enter__()

@@ -85,6 +85,11 @@ def require_values(name: str, x: Tensor, last: int, expected: str) -> None:
             raise ValueError(f"{name} holds {low if low < 0 else high}; expected {expected}")
 
 
+def without_gradient(x: Tensor | None) -> Tensor | None:
+    """Return x, detached if it requires a gradient."""
+    return x if x is None or not x.requires_grad else x.detach()
+
+
 def refuse_gradients(op: str, **tensors: Tensor | None) -> None:
     """Refuse tensors that require a gradient, which an op does not compute."""
     for name, x in tensors.items():
@@ -183,6 +188,10 @@ def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
     return x
 
 
+# Called with (sizes, device=..., generator=...).
+random_seeds = functools.partial(torch.randint, -(2**63), 2**63 - 1, dtype=torch.int64)
+
+
 def draw_seeds(
     n: int, device: torch.device | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -190,8 +199,7 @@ def draw_seeds(
     they lie 16 bytes apart: a kernel is compiled for the alignment of its pointers.
     """
     spaced = n > 1 and device is not None and device.type != "cpu"
-    sizes, range_ = (n, 2) if spaced else (n,), (-(2**63), 2**63 - 1)
-    seeds = torch.randint(*range_, sizes, dtype=torch.int64, device=device, generator=generator)
+    seeds = random_seeds((n, 2) if spaced else (n,), device=device, generator=generator)
     return seeds[:, 0] if spaced else seeds
 
 
@@ -221,7 +229,9 @@ def seed_tensor(
         )
     if dropout_seed.device != device:
         raise ValueError(f"dropout_seed is on {dropout_seed.device}; expected the inputs' {device}")
-    return dropout_seed.reshape(1) if dropout_p > 0 else None
+    if dropout_p == 0:
+        return None
+    return dropout_seed if dropout_seed.dim() == 1 else dropout_seed.reshape(1)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -250,10 +260,15 @@ def require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
     """Require integers [...], each the index of a row of weight [V, N]."""
     require_integers(name, ids)
     require_device(name, ids, "weight", weight)
+    require_known_ids(name, ids, weight.shape[0])
+
+
+def require_known_ids(name: str, ids: Tensor, rows: int) -> None:
+    """Require integers below `rows` that are not negative, if they may be read."""
     if may_read(ids) and ids.numel():
-        low, high, last = int(ids.min()), int(ids.max()), weight.shape[0] - 1
-        if low < 0 or high > last:
-            wrong = low if low < 0 else high
+        low, high = map(int, ids.aminmax())
+        if low < 0 or high >= rows:
+            wrong, last = low if low < 0 else high, rows - 1
             raise ValueError(f"{name} holds the token id {wrong}; expected ids from 0 to {last}")
 
 

@@ -11,8 +11,7 @@ are derived from it.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -114,13 +113,6 @@ _TENSORS = [n for n in _PADDED if _BY_NAME[n].schema == "Tensor?"] + [
 ]
 
 
-def _fields_named(names: Iterable[str]) -> Callable[[Attention], tuple[Any, ...]]:
-    """Return a function that returns these fields; it is the fastest one that reads by name."""
-    return operator.itemgetter(*map(Attention._fields.index, names))
-
-
-tensor_fields = _fields_named(n for n in _TENSORS if n != "mask_bits")  # that plans depend on
-other_fields = _fields_named(n for n in Attention._fields if n not in _TENSORS)
 _WINDOW = Attention._fields.index("window")
 _BEYOND_TORCH = tuple((o.name, Attention._fields.index(o.name)) for o in OPTIONS if not o.by_torch)
 

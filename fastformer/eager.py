@@ -18,7 +18,11 @@ class _Formula(threading.local):
     always: bool = False
 
 
-formula = _Formula()
+class _Readings(threading.local):
+    count: int = 0  # how often this thread asked to read values, and may
+
+
+formula, readings = _Formula(), _Readings()
 
 
 @contextmanager
@@ -70,4 +74,7 @@ def may_read(x: Tensor) -> bool:
     """Return whether the values of x may be read on the host. They may for an eager tensor on a
     CPU, and elsewhere only with FASTFORMER_CHECK=1, because reading them waits for the GPU.
     """
-    return (x.is_cpu or _CHECK_ON_GPU) and eager(x)
+    if not ((x.is_cpu or _CHECK_ON_GPU) and eager(x)):
+        return False
+    readings.count += 1
+    return True

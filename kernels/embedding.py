@@ -28,15 +28,12 @@ from .common import Size as GradientSize
 from .launch import (
     Launch,
     accumulator,
-    alignment,
     architecture,
     as_rows,
     constants,
-    layouts,
+    dense,
     next_power_of_2,
     on_device,
-    plans,
-    remembered,
     row_stride,
     triton_dtype,
     unit_stride,
@@ -172,29 +169,30 @@ _ARGUMENTS = (
 )
 
 
-@register(f"embed({_ARGUMENTS}) -> (Tensor output)", _fake)
+def _prepare(tokens, weight, positional, *rest):
+    positional = positional if positional is None else unit_stride(positional)
+    return tokens.contiguous(), unit_stride(weight), positional, *rest
+
+
+@register(f"embed({_ARGUMENTS}) -> (Tensor output)", _fake, _prepare)
 def forward(tokens, weight, positional, dropout_p, scale, padding_idx, dropout_seed):
     """Launch the forward: output [.., S, N]."""
-    output = _fake(tokens, weight)
-    if output.numel() == 0:
+    if _fake(tokens, weight).numel() == 0:
+        return lambda tokens, weight, *_: _fake(tokens, weight)
+    table = weight if positional is None else positional
+    size = Size(tokens.numel(), weight.shape[1], tokens.shape[-1], weight.shape[0])
+    more = dict(strides=EmbeddingStrides(weight.stride(0), table.stride(0)), scale=scale)
+    launch = _launch(_forward, size, weight, dropout_p, positional is not None, **more)
+    shape = dense((*tokens.shape, weight.shape[1]))
+
+    def run(tokens, weight, positional, seed):
+        output = weight.new_empty_strided(*shape)
+        p = weight if positional is None else positional
+        with on_device(weight):
+            launch(tokens, weight, p, output, tokens if seed is None else seed)
         return output
-    tensors = layouts(tokens, weight, positional)
-    key = "embed", dropout_p, scale, weight.device, tensors, alignment(dropout_seed)
-    launch = plans.get(key)
-    if launch is None:
-        flat, table = tokens.contiguous(), unit_stride(weight)
-        p = None if positional is None else unit_stride(positional)
-        if flat is not tokens or table is not weight or p is not positional:
-            return forward(flat, table, p, dropout_p, scale, padding_idx, dropout_seed)
-        strides = EmbeddingStrides(weight.stride(0), (weight if p is None else p).stride(0))
-        size = Size(tokens.numel(), weight.shape[1], tokens.shape[-1], weight.shape[0])
-        more = dict(strides=strides, scale=scale)
-        launch = _launch(_forward, size, weight, dropout_p, p is not None, **more)
-        remembered(key, launch)
-    p = weight if positional is None else positional
-    with on_device(weight):
-        launch(tokens, weight, p, output, tokens if dropout_seed is None else dropout_seed)
-    return output
+
+    return run
 
 
 def _fake_backward(grad_output, tokens, weight, positional, *rest):
@@ -205,52 +203,46 @@ def _fake_backward(grad_output, tokens, weight, positional, *rest):
     )
 
 
-def _scaled_gradient(grad: Tensor, scale: float, dropout_p: float, seed: Tensor | None) -> Tensor:
-    """Launch the backward kernel and return scale * Z dy [.., N]."""
-    g = grad.new_empty(grad.shape)
-    if g.numel() == 0:
-        return g
-    key = "embed backward", dropout_p, scale, grad.device, layouts(grad), alignment(seed)
-    launch = plans.get(key)
-    if launch is None:
-        n = grad.shape[-1]
-        dy = as_rows(grad, n)
-        if dy is not grad:
-            return _scaled_gradient(dy, scale, dropout_p, seed)
-        more = dict(stride=row_stride(grad, n), scale=scale)
-        launch = _launch(
-            _backward, GradientSize(grad.numel() // n, n), grad, dropout_p, False, **more
-        )
-        remembered(key, launch)
-    with on_device(grad):
-        launch(grad, g, grad if seed is None else seed)
-    return g
+def _prepare_backward(grad_output, *rest):
+    n = grad_output.shape[-1]
+    return (as_rows(grad_output, n) if grad_output.numel() else grad_output), *rest
 
 
 @register(
     f"embed_backward(Tensor grad_output, {_ARGUMENTS}, bool[] needs) "
     "-> (Tensor grad_weight, Tensor grad_positional)",
     _fake_backward,
+    _prepare_backward,
 )
 def backward(grad_output, tokens, weight, positional, dropout_p, scale, padding_idx, seed, needs):
     """Launch the kernel of dropout and scale; torch's ops then add up dweight and dpositional."""
-    v, n = weight.shape
-    length = tokens.shape[-1]
-    own = 1.0 if needs[1] else scale  # dpositional has no such factor
-    g = _scaled_gradient(grad_output, own, dropout_p, seed).view(-1, n)
-    dweight, dpositional = weight.new_empty(0), weight.new_empty(0)
-    if needs[0]:
-        padding = -1 if padding_idx is None else padding_idx
-        dweight = torch.ops.aten.embedding_dense_backward(
-            g, tokens.reshape(-1).long(), v, padding, False
-        )
-        dweight = dweight.mul_(scale) if needs[1] else dweight
-    if needs[1]:
-        wide = accumulator(g)
-        dpositional = positional.new_zeros(positional.shape)
-        if g.numel():
-            dpositional[:length] = g.view(-1, length, n).sum(0, dtype=wide)
-    return dweight, dpositional
+    (v, n), length, launch = weight.shape, tokens.shape[-1], None
+    padding = -1 if padding_idx is None else padding_idx
+    if grad_output.numel():
+        # dpositional has no such factor
+        more = dict(stride=row_stride(grad_output, n), scale=1.0 if needs[1] else scale)
+        size = GradientSize(grad_output.numel() // n, n)
+        launch = _launch(_backward, size, grad_output, dropout_p, False, **more)
+
+    def run(grad_output, tokens, weight, positional, seed):
+        g = grad_output.new_empty(grad_output.shape)
+        if launch is not None:
+            with on_device(g):
+                launch(grad_output, g, g if seed is None else seed)
+        g = g.view(-1, n)
+        dweight, dpositional = weight.new_empty(0), weight.new_empty(0)
+        if needs[0]:
+            dweight = torch.ops.aten.embedding_dense_backward(
+                g, tokens.reshape(-1).long(), v, padding, False
+            )
+            dweight = dweight.mul_(scale) if needs[1] else dweight
+        if needs[1]:
+            dpositional = positional.new_zeros(positional.shape)
+            if launch is not None:
+                dpositional[:length] = g.view(-1, length, n).sum(0, dtype=accumulator(g))
+        return dweight, dpositional
+
+    return run
 
 
 def supports(tokens, weight, *_, **__) -> str | None:

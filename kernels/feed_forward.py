@@ -47,17 +47,12 @@ from .common import (
 from .launch import (
     Launch,
     accumulator,
-    alignment,
-    allow_tf32,
     architecture,
     as_rows,
     constants,
     dense,
     dot_precision,
-    layouts,
     on_device,
-    plans,
-    remembered,
     row_stride,
     triton_dtype,
     unit_stride,
@@ -379,60 +374,46 @@ def _gated_backward(
 # --------------------------------------------------------------------------------------- launchers
 
 
-class _Dropout(NamedTuple):
-    """The dropout arguments of a call."""
-
-    p: float = 0.0
-    seed: Tensor | None = None
-
-
 def _elementwise(
     kernel: Any,
     size: Size,
-    tensors: tuple[Tensor, ...],
+    x: Tensor,
     kind: str,
-    dropout: _Dropout,
+    p: float,
     strides: GateStrides | None = None,
     hidden: bool = True,
     form: GateForm | None = None,
-) -> None:
-    """Launch a kernel over the tiles of [M, N]. The tensors have one dtype, and are contiguous but
-    for those of `strides`.
+) -> Launch:
+    """Return the launch of a kernel over the tiles of [M, N], for tensors of the dtype and on the
+    device of x, which are contiguous but for those of `strides`. Any tensor stands in for the seed
+    without dropout.
     """
-    x, (p, seed), form = tensors[0], dropout, form or _form()
-    own = kernel.fn.__name__, size, x.dtype, x.device, kind, p, strides, hidden, form
-    key = *own, *map(alignment, (*tensors, seed))
-    launch = plans.get(key)
-    if launch is None:
-        case = f"{named(x.dtype, rows=size.M, columns=size.N)} {kind}" + " dropout" * (p > 0)
-        name = "feed_forward " + kernel.fn.__name__.strip("_")
-        tuning_key = TuningKey(name, case, ELEMENTWISE, ELEMENTWISE_OPTIONS.copy)
-        tile = choose(x.device, tuning_key)
-        wide = tile.rows * max(size.N, *(strides or (0,))) >= 2**31
-        sums = triton_dtype(accumulator(x))
-        compiled = ElementwiseCase(_KINDS[kind], p > 0, wide, sums, hidden, *form)
-        given = {} if strides is None else dict(strides=strides)
-        arguments = dict(
-            dropout=dropout_arguments(p),
-            **given,
-            size=size,
-            tile=constants(tile),
-            case=constants(compiled),
-        )
-        grid = (triton.cdiv(size.M, tile.rows), triton.cdiv(size.N, tile.columns))
-        launch = remembered(key, Launch(kernel, grid, arguments, warps=4))
-    with on_device(x):
-        launch(*tensors, x if seed is None else seed)
+    case = f"{named(x.dtype, rows=size.M, columns=size.N)} {kind}" + " dropout" * (p > 0)
+    name = "feed_forward " + kernel.fn.__name__.strip("_")
+    tile = choose(x.device, TuningKey(name, case, ELEMENTWISE, ELEMENTWISE_OPTIONS.copy))
+    wide = tile.rows * max(size.N, *(strides or (0,))) >= 2**31
+    sums = triton_dtype(accumulator(x))
+    compiled = ElementwiseCase(_KINDS[kind], p > 0, wide, sums, hidden, *form or _form())
+    given = {} if strides is None else dict(strides=strides)
+    arguments = dict(
+        dropout=dropout_arguments(p),
+        **given,
+        size=size,
+        tile=constants(tile),
+        case=constants(compiled),
+    )
+    grid = (triton.cdiv(size.M, tile.rows), triton.cdiv(size.N, tile.columns))
+    return Launch(kernel, grid, arguments, warps=4)
 
 
 class _First:
-    """How a call computes h, and its layout. launch: the first GEMM; None if it is torch's."""
+    """How calls compute h, and its layout. launch: the first GEMM, or what follows torch's."""
 
     def __init__(
-        self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, dropout: _Dropout
+        self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, p: float
     ) -> None:
         width, features = w_1.shape
-        rows = input.shape[:-1].numel()
+        rows = self.rows = input.shape[:-1].numel()
         self.hidden = dense((*input.shape[:-1], width))
         self.save_z = activation != "relu"
         arch = architecture(input.device)
@@ -441,15 +422,15 @@ class _First:
             kind=_KINDS[activation],
             bias=b_1 is not None,
             save_z=self.save_z,
-            dropout=dropout.p > 0,
+            dropout=p > 0,
             even=True,
             precision=dot_precision(arch),
             wide=False,
             acc=triton_dtype(accumulator(input)),
         )
         self.way = self.choose(input, Sizes(rows, width, features), activation, case)
-        self.launch: Launch | None = None
         if isinstance(self.way, str):
+            self.launch = _elementwise(_activated, Size(rows, width), input, activation, p)
             return
         tiles = self.way
         strides = ProductStrides(0, input.view(rows, features).stride(0), 1, 0, 1, w_1.stride(0))
@@ -458,7 +439,7 @@ class _First:
             even=features % tiles.features == 0, wide=max(span, tiles.rows * width) >= 2**31
         )
         arguments = dict(
-            dropout=dropout_arguments(dropout.p),
+            dropout=dropout_arguments(p),
             strides=strides,
             size=Sizes(rows, width, features),
             tile=constants(tiles),
@@ -477,25 +458,24 @@ class _First:
         return choose(x.device, TuningKey("feed_forward first", name, shipped, options))
 
     def __call__(
-        self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, dropout: _Dropout
+        self, input: Tensor, w_1: Tensor, b_1: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return h and the tensor to save: h itself for relu, else z."""
-        seed = dropout.seed
-        if self.launch is not None:
-            hidden = input.new_empty_strided(*self.hidden)
-            z = torch.empty_like(hidden) if self.save_z else hidden
-            with on_device(input):
-                given = input if b_1 is None else b_1, hidden, z, input if seed is None else seed
-                self.launch(input, w_1, *given)
-            return hidden, z
-        rows, width = input.shape[:-1].numel(), len(w_1)
         if b_1 is not None and self.way == GEMM_RELU:
-            x = input.view(rows, w_1.shape[1])
+            x = input.view(self.rows, w_1.shape[1])
             hidden = torch._addmm_activation(b_1, x, w_1.t()).view(self.hidden[0])
             return hidden, hidden
-        z = torch.nn.functional.linear(input, w_1, b_1)
-        hidden = torch.empty_like(z) if self.save_z else z
-        _elementwise(_activated, Size(rows, width), (z, hidden), activation, dropout)
+        if isinstance(self.way, str):
+            z = torch.nn.functional.linear(input, w_1, b_1)
+            hidden = torch.empty_like(z) if self.save_z else z
+            with on_device(input):
+                self.launch(z, hidden, z if seed is None else seed)
+            return hidden, z
+        hidden = input.new_empty_strided(*self.hidden)
+        z = torch.empty_like(hidden) if self.save_z else hidden
+        with on_device(input):
+            given = input if b_1 is None else b_1, hidden, z, input if seed is None else seed
+            self.launch(input, w_1, *given)
         return hidden, z
 
 
@@ -503,20 +483,21 @@ class _First:
 _ALWAYS = "group", "kind", "save_z", "even", "precision", "wide", "acc"
 
 
-def _output(hidden: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """Return hidden w^T + b. It is no view, so that its caller may change it in place."""
+def _output(hidden: Tensor, w: Tensor, b: Tensor | None, layout: tuple[Any, Any]) -> Tensor:
+    """Return h w^T + b, for h [M, F], as a tensor [..., d_out] of this layout. It is no view, so
+    that its caller may change it in place.
+    """
     if torch.is_grad_enabled():  # a program of torch.export calls the op itself
         with torch.no_grad():
-            return _output(hidden, w, b)
-    output = hidden.new_empty(*hidden.shape[:-1], len(w))
-    n = hidden.shape[:-1].numel()
-    rows, flat = hidden.view(n, hidden.shape[-1]), output.view(n, len(w))
+            return _output(hidden, w, b, layout)
+    output = hidden.new_empty_strided(*layout)
+    flat = output.view(len(hidden), len(w))
     if on():
-        product(rows, w.t(), b, flat)
+        product(hidden, w.t(), b, flat)
     elif b is None:
-        torch.mm(rows, w.t(), out=flat)
+        torch.mm(hidden, w.t(), out=flat)
     else:
-        torch.addmm(b, rows, w.t(), out=flat)
+        torch.addmm(b, hidden, w.t(), out=flat)
     return output
 
 
@@ -525,27 +506,30 @@ def _fake(input, w_1, b_1, w_2, *_):
     return output, input.new_empty(*input.shape[:-1], w_1.shape[0])
 
 
+def _prepare(input, w_1, b_1, *rest):
+    """Return the arguments with matrices whose rows are contiguous."""
+    x = as_rows(input, input.shape[-1]) if input.numel() else input
+    return x, unit_stride(w_1), None if b_1 is None else b_1.contiguous(), *rest
+
+
 @register(
     "feed_forward(Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, Tensor? b_2, "
     "str activation, float dropout_p, Tensor? dropout_seed) "
     "-> (Tensor output, Tensor saved)",
     _fake,
+    _prepare,
 )
 def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
     """Launch the first GEMM and call torch's second: (output, h for relu, else z)."""
-    dropout = _Dropout(dropout_p, dropout_seed)
-    tensors, tf32 = layouts(input, w_1, b_1), input.dtype is torch.float32 and allow_tf32()
-    aligned = alignment(dropout_seed)
-    key = "feed_forward", activation, dropout_p, input.device, tensors, tf32, aligned
-    plan = plans.get(key)
-    if plan is None:
-        x = as_rows(input, input.shape[-1]) if input.numel() else input
-        w, b = unit_stride(w_1), None if b_1 is None else b_1.contiguous()
-        if x is not input or w is not w_1 or b is not b_1:
-            return forward(x, w, b, w_2, b_2, activation, *dropout)
-        plan = remembered(key, _First(input, w_1, b_1, activation, dropout))
-    hidden, z = plan(input, w_1, b_1, activation, dropout)
-    return _output(hidden, w_2, b_2), z
+    lead, width = input.shape[:-1], len(w_1)
+    rows, layout = lead.numel(), dense((*lead, len(w_2)))
+    first = _First(input, w_1, b_1, activation, dropout_p)
+
+    def run(input, w_1, b_1, w_2, b_2, seed):
+        hidden, saved = first(input, w_1, b_1, seed)
+        return _output(hidden.view(rows, width), w_2, b_2, layout), saved
+
+    return run
 
 
 def _fake_backward(grad_output, input, *rest):
@@ -560,14 +544,19 @@ def _gradients(dy, hidden, dz, input, w_1, needs) -> tuple[Tensor, ...]:
     """Return the wanted gradients of input, w_1, b_1, w_2 and b_2, by torch's GEMMs and sums, from
     dy [M, d_out], h [M, F] and dz [M, rows of w_1]; the others have no elements.
     """
-    x = input.reshape(len(dy), w_1.shape[1])
+    nothing = input.new_empty_strided((0,), (1,))
     return (
-        matmul(dz, w_1).view(input.shape) if needs[0] else input.new_empty(0),
-        dz.t() @ x if needs[1] else input.new_empty(0),
-        dz.sum(0) if needs[2] else input.new_empty(0),
-        dy.t() @ hidden if needs[3] else input.new_empty(0),
-        dy.sum(0) if needs[4] else input.new_empty(0),
+        matmul(dz, w_1).view(input.shape) if needs[0] else nothing,
+        dz.t() @ input.reshape(len(dy), w_1.shape[1]) if needs[1] else nothing,
+        dz.sum(0) if needs[2] else nothing,
+        dy.t() @ hidden if needs[3] else nothing,
+        dy.sum(0) if needs[4] else nothing,
     )
+
+
+def _prepare_backward(*arguments):
+    *rest, saved, needs = arguments
+    return *rest, saved.contiguous(), needs
 
 
 @register(
@@ -577,24 +566,27 @@ def _gradients(dy, hidden, dz, input, w_1, needs) -> tuple[Tensor, ...]:
     "bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_w_1, Tensor grad_b_1, Tensor grad_w_2, Tensor grad_b_2)",
     _fake_backward,
+    _prepare_backward,
 )
-def backward(
-    grad_output, input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, saved, needs
-):
+def backward(grad_output, input, w_1, b_1, w_2, b_2, activation, dropout_p, seed, saved, needs):
     """Launch the kernel of dz (and h) and call torch's GEMMs, for the gradients that are needed."""
-    rows, width = input.shape[:-1].numel(), w_1.shape[0]
-    dy = grad_output.reshape(rows, -1) if rows else grad_output.reshape(0, w_2.shape[0])
-    saved = saved.reshape(rows, width).contiguous()
-    hidden, dz = saved, saved
-    if needs[0] or needs[1] or needs[2] or (needs[3] and activation != "relu"):
-        dh = matmul(dy, w_2)
-        dz = torch.empty_like(dh)
-        hidden = saved if activation == "relu" else torch.empty_like(dh)
-        tensors = dh, saved, dz, hidden
-        size = Size(rows, width)
-        dropout = _Dropout(dropout_p, dropout_seed)
-        _elementwise(_hidden_backward, size, tensors, activation, dropout)
-    return _gradients(dy, hidden, dz, input, w_1, needs)
+    size, outputs = Size(input.shape[:-1].numel(), len(w_1)), len(w_2)
+    launch, of_relu = None, activation == "relu"
+    if needs[0] or needs[1] or needs[2] or (needs[3] and not of_relu):
+        launch = _elementwise(_hidden_backward, size, input, activation, dropout_p)
+
+    def run(grad_output, input, w_1, b_1, w_2, b_2, seed, saved):
+        dy = grad_output.reshape(size.M, outputs)
+        hidden = dz = saved = saved.view(size)
+        if launch is not None:
+            dh = matmul(dy, w_2)
+            dz = torch.empty_like(dh)
+            hidden = saved if of_relu else torch.empty_like(dh)
+            with on_device(dh):
+                launch(dh, saved, dz, hidden, dh if seed is None else seed)
+        return _gradients(dy, hidden, dz, input, w_1, needs)
+
+    return run
 
 
 # ------------------------------------------------------------------------------------------- gated
@@ -614,16 +606,20 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
         _fake,
     )
     def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed, *numbers):
-        rows, width = input.shape[:-1].numel(), w.shape[0] // 2
-        x = input.reshape(rows, input.shape[-1])
-        z = linear(x, w, b)
-        hidden = x.new_empty(rows, width)
-        dropout = _Dropout(dropout_p, dropout_seed)
-        tensors, strides = (*z.chunk(2, 1), hidden), GateStrides(*[2 * width] * 3)
-        form = _form(*numbers)
-        _elementwise(_gated, Size(rows, width), tensors, kind, dropout, strides, form=form)
-        lead = input.shape[:-1]
-        return _output(hidden.view(*lead, width), w_2, b_2), z.view(*lead, 2 * width)
+        *lead, features = input.shape
+        size = Size(input.shape[:-1].numel(), len(w) // 2)
+        layout, of_hidden = dense((*lead, len(w_2))), dense(size)
+        strides, form = GateStrides(*[2 * size.N] * 3), _form(*numbers)
+        launch = _elementwise(_gated, size, input, kind, dropout_p, strides, form=form)
+
+        def run(input, w, b, w_2, b_2, seed):
+            z = linear(input.reshape(size.M, features), w, b)
+            hidden = z.new_empty_strided(*of_hidden)
+            with on_device(z):
+                launch(*z.chunk(2, 1), hidden, z if seed is None else seed)
+            return _output(hidden, w_2, b_2, layout), z.view(*lead, 2 * size.N)
+
+        return run
 
     @register(
         f"{op}_backward(Tensor grad_output, Tensor input, Tensor w, Tensor? b, Tensor w_2, "
@@ -631,20 +627,25 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
         "bool[] needs) "
         "-> (Tensor grad_input, Tensor grad_w, Tensor grad_b, Tensor grad_w_2, Tensor grad_b_2)",
         _fake_backward,
+        _prepare_backward,
     )
     def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, *rest):
-        *numbers, saved, needs = rest
-        rows, width = input.shape[:-1].numel(), w.shape[0] // 2
-        dy = grad_output.reshape(rows, w_2.shape[0])
-        z = saved.reshape(rows, 2 * width).contiguous()
-        dh, dz = matmul(dy, w_2), torch.empty_like(z)
-        hidden = torch.empty_like(dh)
-        tensors = dh, *z.chunk(2, 1), *dz.chunk(2, 1), hidden
-        size, strides = Size(rows, width), GateStrides(*[2 * width] * 3)
-        dropout = _Dropout(dropout_p, dropout_seed)
-        form = _form(*numbers)
-        _elementwise(_gated_backward, size, tensors, kind, dropout, strides, form=form)
-        return _gradients(dy, hidden, dz, input, w, needs)
+        *numbers, _, needs = rest
+        size, outputs = Size(input.shape[:-1].numel(), len(w) // 2), len(w_2)
+        strides, form = GateStrides(*[2 * size.N] * 3), _form(*numbers)
+        launch = _elementwise(_gated_backward, size, input, kind, dropout_p, strides, form=form)
+
+        def run(grad_output, input, w, b, w_2, b_2, seed, saved):
+            dy = grad_output.reshape(size.M, outputs)
+            z = saved.view(size.M, 2 * size.N)
+            dh, dz = matmul(dy, w_2), torch.empty_like(z)
+            hidden = torch.empty_like(dh)
+            pairs = *z.chunk(2, 1), *dz.chunk(2, 1)
+            with on_device(dh):
+                launch(dh, *pairs, hidden, dh if seed is None else seed)
+            return _gradients(dy, hidden, dz, input, w, needs)
+
+        return run
 
     return forward, backward
 
@@ -657,45 +658,67 @@ def _fake_activation(gate, *_):
     return gate.new_empty(gate.shape)
 
 
-def _read_in_place(gate, value) -> tuple[Tensor, Tensor, GateStrides]:
-    """Return gate and value as rows [M, N], copied only if their rows have no common stride, and
-    their strides.
-    """
-    width = gate.shape[-1]
-    z, v = as_rows(gate, width), as_rows(value, width)
-    return z, v, GateStrides(row_stride(z, width), row_stride(v, width), width)
+def _strides(gate: Tensor, value: Tensor) -> GateStrides:
+    n = gate.shape[-1]
+    return GateStrides(row_stride(gate, n), row_stride(value, n), n)
+
+
+def _prepare_activation(gate, value, *rest):
+    """Return the arguments with copies of tensors whose rows have no common stride."""
+    if gate.numel():
+        gate, value = (as_rows(x, gate.shape[-1]) for x in (gate, value))
+    return gate, value, *rest
 
 
 @register(
     f"gated_activation(Tensor gate, Tensor value, str activation{_FORM}) -> Tensor output",
     _fake_activation,
+    _prepare_activation,
 )
 def activation_forward(gate, value, activation, alpha, limit, offset):
     """Launch the kernel of f(gate) value."""
-    output = gate.new_empty(gate.shape)
-    if output.numel():
-        z, v, strides = _read_in_place(gate, value)
-        size = Size(output.shape[:-1].numel(), output.shape[-1])
-        form = _form(alpha, limit, offset)
-        _elementwise(_gated, size, (z, v, output), activation, _Dropout(), strides, form=form)
-    return output
+    if gate.numel() == 0:
+        return _fake_activation
+    size, layout = Size(gate.shape[:-1].numel(), gate.shape[-1]), dense(gate.shape)
+    form, strides = _form(alpha, limit, offset), _strides(gate, value)
+    launch = _elementwise(_gated, size, gate, activation, 0.0, strides, form=form)
+
+    def run(gate, value):
+        output = gate.new_empty_strided(*layout)
+        with on_device(gate):
+            launch(gate, value, output, gate)
+        return output
+
+    return run
+
+
+def _fake_activation_backward(_, gate, value, *__):
+    return gate.new_empty(gate.shape), value.new_empty(value.shape)
 
 
 @register(
     f"gated_activation_backward(Tensor grad_output, Tensor gate, Tensor value, str activation"
     f"{_FORM}, bool[] needs) -> (Tensor grad_gate, Tensor grad_value)",
-    lambda _, gate, value, *__: (gate.new_empty(gate.shape), value.new_empty(value.shape)),
+    _fake_activation_backward,
+    lambda grad, *rest: (grad.contiguous(), *_prepare_activation(*rest)),
 )
 def activation_backward(grad_output, gate, value, activation, alpha, limit, offset, needs):
     """Launch the kernel of both gradients."""
-    dz, dv = gate.new_empty(gate.shape), value.new_empty(value.shape)
-    if dz.numel():
-        z, v, strides = _read_in_place(gate, value)
-        dh, size = grad_output.contiguous(), Size(dz.shape[:-1].numel(), dz.shape[-1])
-        tensors = dh, z, v, dz, dv, dz  # h is not computed
-        options = _Dropout(), strides, False, _form(alpha, limit, offset)
-        _elementwise(_gated_backward, size, tensors, activation, *options)
-    return dz, dv
+    if gate.numel() == 0:
+        return _fake_activation_backward
+    size, form = Size(gate.shape[:-1].numel(), gate.shape[-1]), _form(alpha, limit, offset)
+    options = 0.0, _strides(gate, value), False, form
+    launch = _elementwise(_gated_backward, size, gate, activation, *options)
+    layout = dense(gate.shape)
+
+    def run(dh, gate, value):
+        dz = dh.new_empty_strided(*layout)
+        dv = torch.empty_like(dz)
+        with on_device(dh):
+            launch(dh, gate, value, dz, dv, dz, dh)  # h is not computed
+        return dz, dv
+
+    return run
 
 
 def supports(input: Tensor | None = None, gate: Tensor | None = None, **_) -> str | None:

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.batch_invariance import on
 from fastformer.description import next_power_of_2 as next_power_of_2
+from fastformer.plans import allow_tf32 as allow_tf32
+from fastformer.plans import planned as planned
 
 from .common import INTERPRETED
 
@@ -190,52 +191,13 @@ def _with_base(descriptor: Any, x: Tensor | None) -> Any:
     return made
 
 
-MOST_PLANS = 4096
 MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
-
-
-class _Plans(dict[Any, Any]):
-    """The plans of calls by key; those within `batch_invariant` have keys of their own."""
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return super().get(("batch_invariant", key) if on() else key, default)
-
-    def __setitem__(self, key: Any, plan: Any) -> None:
-        super().__setitem__(("batch_invariant", key) if on() else key, plan)
-
-
-plans = _Plans()
-
-
-def remembered(key: Any, plan: Any) -> Any:
-    """Cache and return the plan of a call, for later calls with the same key."""
-    if len(plans) >= MOST_PLANS:
-        plans.clear()
-    plans[key] = plan
-    return plan
-
-
-def layout(x: Tensor | None) -> Any:
-    """Return the properties of a tensor that a launch depends on."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
 
 
 def dense(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape and strides of a contiguous tensor, for the fast `new_empty_strided`."""
     shape = tuple(shape)
     return shape, torch.empty(shape, device="meta").stride()
-
-
-def layouts(*tensors: Tensor | None) -> Any:
-    """Return the layout of each tensor."""
-    return tuple(  # a list, which is faster than a generator or a call for each tensor
-        [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
-    )
-
-
-def alignment(x: Tensor | None) -> int | None:
-    """Return the alignment of a tensor: what a launch depends on once the layout is fixed."""
-    return None if x is None else x.data_ptr() & 15
 
 
 def accumulator(x: Tensor) -> torch.dtype:
@@ -289,13 +251,6 @@ def l2_cache(device: torch.device) -> int:
     if INTERPRETED:
         return 50 * 2**20
     return torch.cuda.get_device_properties(device).L2_cache_size
-
-
-def allow_tf32() -> bool:
-    """Return whether torch multiplies float32 in tf32 on a GPU. `fp32_precision` is right however
-    the setting was made; torch's `allow_tf32` raises once it was made by `fp32_precision`.
-    """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def dot_precision(arch: str) -> str:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import INTERPRETED
-from .launch import Launch, constants, layouts, on_device, plans, remembered
+from .launch import Launch, constants
 
 
 class Tile(NamedTuple):
@@ -57,17 +57,12 @@ def add_up_kernel(
         tl.store(results.third + c, total.to(results.third.dtype.element_ty), mask=c < N)
 
 
-def add_up(partial: Tensor, results: Sequence[Tensor]) -> None:
-    """Store the sums over `parts` of partial [K, parts, N] into K <= 3 contiguous tensors of N
-    elements, in their dtypes.
+def sums_launch(partial: Tensor, results: Sequence[Tensor]) -> Launch:
+    """Make a launch that stores the sums over `parts` of partial [K, parts, N] into K <= 3
+    contiguous tensors of N elements, in their dtypes. It takes partial, and three results: if there
+    are fewer, any tensor stands in.
     """
-    key = "partial sums", partial.device, layouts(partial, *results)
-    launch = plans.get(key)
-    if launch is None:
-        count, parts, n = partial.shape
-        arguments = dict(parts=parts, N=n, tile=constants(TILE))
-        grid = triton.cdiv(n, TILE.columns), count
-        launch = Launch(add_up_kernel, grid, arguments, 4, groups=dict(results=Results))
-        remembered(key, launch)
-    with on_device(partial):
-        launch(partial, (*results, results[0], results[0])[:3])
+    count, parts, n = partial.shape
+    arguments = dict(parts=parts, N=n, tile=constants(TILE))
+    grid = triton.cdiv(n, TILE.columns), count
+    return Launch(add_up_kernel, grid, arguments, 4, groups=dict(results=Results))

@@ -23,14 +23,11 @@ from .launch import (
     MOST_PROGRAMS,
     Launch,
     accumulator,
-    allow_tf32,
     architecture,
     constants,
     dot_precision,
-    layouts,
     on_device,
-    plans,
-    remembered,
+    planned,
     triton_dtype,
     unsupported_dtype,
 )
@@ -147,6 +144,30 @@ def unsupported(x: Tensor) -> str | None:
     return unsupported_dtype(x)
 
 
+@planned
+def _launch(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> Launch:
+    """Return the launch of y = x w + bias, where bias and y are contiguous."""
+    arch = architecture(x.device)
+    tiles, size = configuration(arch, x.dtype), Sizes(x.shape[-2], w.shape[-1], x.shape[-1])
+    strides = ProductStrides(*(0, *x.stride())[-3:], *(0, *w.stride())[-3:])
+    reach = max(strides.x_feature, strides.w_feature) * size.K
+    reach += max(tiles.rows * strides.x_row, tiles.columns * strides.w_column)
+    case = ProductCase(
+        group=GROUP_ROWS,
+        bias=bias is not None,
+        even=size.K % tiles.features == 0,
+        precision=dot_precision(arch),
+        wide=reach >= 2**31,
+        acc=triton_dtype(accumulator(x)),
+    )
+    blocks = triton.cdiv(size.M, tiles.rows) * triton.cdiv(size.N, tiles.columns)
+    grid = (blocks, x.shape[0] if x.dim() == 3 else 1)
+    arguments: dict[str, Any] = dict(
+        strides=strides, size=size, tile=constants(tiles), case=constants(case)
+    )
+    return Launch(product_kernel, grid, arguments, tiles.warps, tiles.stages)
+
+
 def product(
     x: Tensor,
     w: Tensor,
@@ -155,43 +176,19 @@ def product(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return x w + bias, in `out` if it is given, else in the dtype, by default that of x."""
-    shape = (*x.shape[:-1], w.shape[-1])
     if out is None or not out.is_contiguous():
+        shape = (*x.shape[:-1], w.shape[-1])
         y = x.new_empty(shape, dtype=dtype if out is None else out.dtype)
     else:
         y = out
-    tf32 = x.dtype is torch.float32 and allow_tf32()
-    key = "product", x.device, layouts(x, w, bias, y), tf32
-    launch = plans.get(key)
-    if launch is None:
-        if bias is not None and not bias.is_contiguous():
-            return product(x, w, bias.contiguous(), out, dtype)
-        if x.dim() == 3 and len(x) > MOST_PROGRAMS:
-            for part in zip(*(t.split(MOST_PROGRAMS) for t in (x, w, y))):
-                product(part[0], part[1], bias, part[2])
-            return y if out is None or y is out else out.copy_(y)
-        arch = architecture(x.device)
-        tiles, size = configuration(arch, x.dtype), Sizes(x.shape[-2], w.shape[-1], x.shape[-1])
-        strides = ProductStrides(*(0, *x.stride())[-3:], *(0, *w.stride())[-3:])
-        reach = max(strides.x_feature, strides.w_feature) * size.K
-        reach += max(tiles.rows * strides.x_row, tiles.columns * strides.w_column)
-        case = ProductCase(
-            group=GROUP_ROWS,
-            bias=bias is not None,
-            even=size.K % tiles.features == 0,
-            precision=dot_precision(arch),
-            wide=reach >= 2**31,
-            acc=triton_dtype(accumulator(x)),
-        )
-        blocks = triton.cdiv(size.M, tiles.rows) * triton.cdiv(size.N, tiles.columns)
-        grid = (blocks, x.shape[0] if x.dim() == 3 else 1)
-        arguments: dict[str, Any] = dict(
-            strides=strides, size=size, tile=constants(tiles), case=constants(case)
-        )
-        made = Launch(product_kernel, grid, arguments, tiles.warps, tiles.stages)
-        launch = remembered(key, made)
-    with on_device(x):
-        launch(x, w, x if bias is None else bias, y)
+    bias = None if bias is None else bias.contiguous()
+    if x.dim() == 3 and len(x) > MOST_PROGRAMS:
+        for part in zip(*(t.split(MOST_PROGRAMS) for t in (x, w, y))):
+            product(part[0], part[1], bias, part[2])
+    else:
+        launch = _launch(x, w, bias, y)
+        with on_device(x):
+            launch(x, w, x if bias is None else bias, y)
     return y if out is None or y is out else out.copy_(y)
 
 

@@ -2,28 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from fastformer.plans import getter, planned
 
 from .flops import register_flops
 
 _library = torch.library.Library("fastformer", "DEF")
+launchers: dict[str, Callable[..., Any]] = {}  # by the name of the op
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
-def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Register a launcher as the op `fastformer::<schema>`. Its meta implementation is `fake`,
-    which makes empty outputs of the same shapes, strides and dtypes.
+def register(
+    schema: str, fake: Callable[..., Any], prepare: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """Register the op `fastformer::<schema>`, given a function that makes the plan of a call from
+    its arguments. A plan is called with the tensors of the schema, None for those left out, and
+    returns the outputs. Calls whose tensors have the same layouts share a plan.
+
+    The decorated function becomes one that runs the op; its attributes are `plan`, which returns
+    the plan of the arguments, and `places`, those of the tensors among them.
+
+    fake: makes empty outputs of the same shapes, strides and dtypes: the meta implementation.
+    prepare: returns the arguments as plans take them: copies of tensors with strides that the
+        kernels do not take, in place of these.
     """
     name = schema[: schema.index("(")]
 
-    def decorate(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
         _library.define(schema, tags=_tags)
-        _library.impl(name, launcher, "CompositeExplicitAutograd")
+        given = getattr(torch.ops.fastformer, name).default._schema.arguments
+        places = [i for i, a in enumerate(given) if "Tensor" in str(a.type)]
+        tensors = getter(places)
+
+        def make_plan(*arguments: Any) -> Any:
+            if prepare is not None:
+                prepared = prepare(*arguments)
+                if any(arguments[i] is not prepared[i] for i in places):
+                    constants = [None if isinstance(x, Tensor) else x for x in arguments]
+                    return _prepares(constants, places, lambda *x: launch(*prepare(*x)))
+            return make(*arguments)
+
+        of_many_sizes = [i for i in places if given[i].name == "mask_bits"]
+        plan = planned(make_plan, name, of_many_sizes)
+
+        def launch(*arguments: Any) -> Any:
+            return plan(*arguments)(*tensors(arguments))
+
+        launch.__dict__.update(plan=plan, places=places)
+        launch.__doc__ = make.__doc__
+        launchers[name] = launch
+        _library.impl(name, launch, "CompositeExplicitAutograd")
         torch.library.register_fake("fastformer::" + name, fake, lib=_library)
         register_flops(name)
-        return launcher
+        return launch
 
     return decorate
+
+
+def adapted(
+    plan: Callable[..., Any], places: Sequence[int], outputs: Sequence[int]
+) -> Callable[..., Any]:
+    """Return a plan that calls `plan` with its tensors at these places, -1 for None, and returns
+    the outputs at those.
+    """
+    pick, kept = getter(places), getter(outputs)
+    return lambda *tensors: kept(plan(*pick((*tensors, None))))
+
+
+def _prepares(constants: list[Any], places: list[int], run: Callable[..., Any]) -> Any:
+    """Return a plan that calls `run` with all arguments."""
+
+    def plan(*tensors: Any) -> Any:
+        arguments = constants.copy()
+        for i, x in zip(places, tensors):
+            arguments[i] = x
+        return run(*arguments)
+
+    return plan

@@ -35,17 +35,14 @@ from .launch import (
     accumulator,
     architecture,
     constants,
-    layouts,
     next_power_of_2,
     on_device,
-    plans,
     processors,
-    remembered,
     triton_dtype,
     unit_stride,
     unsupported_dtype,
 )
-from .partial_sums import add_up
+from .partial_sums import sums_launch
 from .registration import register
 from .tuned import TuningKey, choose, flags, named
 
@@ -497,7 +494,7 @@ def _case(x: Tensor, cos: Tensor, interleaved: bool, norms: Iterable[int]) -> Ro
 
 def _empty(x: Tensor) -> Tensor:
     """Return an uninitialised tensor like x, in its order of heads and tokens, without gaps."""
-    if x.dim() == 4 and x.stride(1) < x.stride(2):
+    if x.dim() == 4 and x.shape[1] > 1 and x.stride(1) < x.stride(2):
         batch, heads, length, dim = x.shape
         return x.new_empty(batch, length, heads, dim).transpose(1, 2)
     return x.new_empty(x.shape)
@@ -510,36 +507,40 @@ def fake(query, key, *_):
 _ARGUMENTS = "bool interleaved, Tensor? query_norm, Tensor? key_norm, float eps"
 
 
+def _prepare(*arguments):
+    """Return the arguments with tensors whose features lie side by side, in the same order of heads
+    and tokens.
+    """
+    return [
+        _empty(x).copy_(x) if isinstance(x, Tensor) and unit_stride(x) is not x else x
+        for x in arguments
+    ]
+
+
 @register(
     f"rotary_embedding(Tensor query, Tensor key, Tensor cos, Tensor sin, {_ARGUMENTS}) "
     "-> (Tensor rotated_query, Tensor rotated_key)",
     fake,
+    _prepare,
 )
 def forward(query, key, cos, sin, interleaved, query_norm, key_norm, eps):
     """Launch the forward: the rotated query and key, in the memory order of the given ones."""
-    y = fake(query, key)
     if query.numel() == 0 and key.numel() == 0:
+        return lambda query, key, *_: fake(query, key)
+    norms = (int(x is not None) for x in (query_norm, key_norm))
+    case = _case(query, cos, interleaved, norms)
+    pairs = [(x, out, x) for x, out in zip((query, key), fake(query, key))]
+    plan = _Plan(forward_kernel, Rotated, *pairs, (cos, sin), case, eps)
+
+    def run(query, key, cos, sin, query_norm, key_norm):
+        y = fake(query, key)
+        # A tensor stands in for each absent weight: a kernel compiled without it never reads it.
+        query_norm, key_norm = (query if x is None else x for x in (query_norm, key_norm))
+        with on_device(query):
+            plan.launch((query, y[0], query_norm), (key, y[1], key_norm), cos, sin)
         return y
-    tensors = layouts(query, key, cos, sin, query_norm, key_norm)
-    identity = "rotary", interleaved, eps, query.device, tensors
-    plan = plans.get(identity)
-    if plan is None:
-        given = query, key, cos, sin, query_norm, key_norm
-        made = [x if x is None else unit_stride(x) for x in given]
-        if any(a is not b for a, b in zip(given, made)):
-            for out, x in zip(y, forward(*made[:4], interleaved, *made[4:], eps)):
-                out.copy_(x)
-            return y
-        norms = (int(x is not None) for x in (query_norm, key_norm))
-        case = _case(query, cos, interleaved, norms)
-        pairs = [(x, out, x) for x, out in zip((query, key), y)]
-        plan = _Plan(forward_kernel, Rotated, *pairs, (cos, sin), case, eps)
-        remembered(identity, plan)
-    # A tensor stands in for each absent weight: a kernel compiled without it never reads it.
-    query_norm, key_norm = (query if x is None else x for x in (query_norm, key_norm))
-    with on_device(query):
-        plan.launch((query, y[0], query_norm), (key, y[1], key_norm), cos, sin)
-    return y
+
+    return run
 
 
 def _fake_backward(grad_query, grad_key, query, key, cos, sin, interleaved, *rest):
@@ -556,6 +557,7 @@ def _fake_backward(grad_query, grad_key, query, key, cos, sin, interleaved, *res
     f"Tensor? key, Tensor cos, Tensor sin, {_ARGUMENTS}, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_query_norm, Tensor grad_key_norm)",
     _fake_backward,
+    _prepare,
 )
 def backward(*arguments):
     """Launch the kernel of all gradients, and add up the partial sums of those of the weights."""
@@ -565,30 +567,26 @@ def backward(*arguments):
 def gradients(
     own, grad_query, grad_key, query, key, cos, sin, interleaved, query_norm, key_norm, *rest
 ):
-    """Return the gradients, in `own` if it is not None; those that are not needed are empty."""
+    """Return the plan of a backward, which returns the gradients; those that are not needed are
+    empty. If `own` is not None, they are written into tensors like these, which the plan takes as
+    `own`.
+    """
     eps, needs = rest
     grads, saved, weights = (grad_query, grad_key), (query, key), (query_norm, key_norm)
-    given = *grads, *saved, cos, sin
-    results = _fake_backward(*given, interleaved, *weights, eps, needs) if own is None else own
-    if grad_query.numel() == 0 and grad_key.numel() == 0:
-        return *results[:2], *(x.zero_() for x in results[2:])
-    tensors = layouts(*given, *weights)
-    if own is not None:
-        tensors += layouts(*own[:2])
-    identity = "rotary backward", interleaved, eps, tuple(needs), grad_query.device, tensors
-    plan = plans.get(identity)
+    given, options = (*grads, *saved, cos, sin, interleaved, *weights), (eps, needs)
     sums = [need and w is not None for need, w in zip(needs[2:], weights)]
-    # The kernel computes dx beside a weight's gradient, wanted or not.
-    dx = [
-        _empty(dy) if total and not need else out
-        for dy, out, need, total in zip(grads, results, needs, sums)
-    ]
-    if plan is None:
-        tensors = *given, *weights
-        made = [x if x is None else unit_stride(x) for x in tensors]
-        if any(a is not b for a, b in zip(tensors, made)):
-            found = backward(*made[:6], interleaved, *made[6:], eps, needs)
-            return tuple(out.copy_(x) for out, x in zip(results, found))
+
+    def results_of(grads, own, *given):
+        """Return the gradients and dx: the kernel computes that beside a weight's, wanted or not"""
+        results = _fake_backward(*given, *options) if own is None else own
+        return results, [
+            _empty(dy) if total and not need else out
+            for dy, out, need, total in zip(grads, results, needs, sums)
+        ]
+
+    _, dx = results_of(grads, own, *given)
+    plan = None
+    if grad_query.numel() or grad_key.numel():
         norms = ((w is not None) + total for w, total in zip(weights, sums))
         case = _case(grad_query, cos, interleaved, norms)
         wanted = tuple(need or total for need, total in zip(needs, sums))
@@ -597,22 +595,32 @@ def gradients(
             for dy, x, out, want in zip(grads, saved, dx, wanted)
         ]
         plan = _Plan(backward_kernel, Gradients, *pairs, (cos, sin), case, eps, wanted)
-        remembered(identity, plan)
     wide, dim = accumulator(grad_query), grad_query.shape[-1]
-    partial = [
-        grad_query.new_empty(n if total else 0, dim, dtype=wide)
-        for n, total in zip(plan.programs, sums)
-    ]
-    groups = [
-        (dy, dy if x is None else x, out, dy if w is None else w, parts)
-        for dy, x, out, w, parts in zip(grads, saved, dx, weights, partial)
-    ]
-    with on_device(grad_query):
-        plan.launch(*groups, cos, sin)
-    for out, parts, total in zip(results[2:], partial, sums):
-        if total:
-            add_up(parts.unsqueeze(0), [out])
-    return results
+    add_up: list[Any] = [None, None]
+
+    def run(grad_query, grad_key, query, key, cos, sin, query_norm, key_norm, own=None):
+        grads, saved, weights = (grad_query, grad_key), (query, key), (query_norm, key_norm)
+        given = *grads, *saved, cos, sin, interleaved, *weights
+        results, dx = results_of(grads, own, *given)
+        if plan is None:
+            return *results[:2], *(x.zero_() for x in results[2:])
+        partial = [
+            grad_query.new_empty((1, n if total else 0, dim), dtype=wide)
+            for n, total in zip(plan.programs, sums)
+        ]
+        groups = [
+            (dy, dy if x is None else x, out, dy if w is None else w, parts)
+            for dy, x, out, w, parts in zip(grads, saved, dx, weights, partial)
+        ]
+        with on_device(grad_query):
+            plan.launch(*groups, cos, sin)
+            for i, (out, parts) in enumerate(zip(results[2:], partial)):
+                if sums[i]:
+                    add_up[i] = add_up[i] or sums_launch(parts, [out])
+                    add_up[i](parts, (out, out, out))
+        return results
+
+    return run
 
 
 def supports(query, *_, **__) -> str | None:

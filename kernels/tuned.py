@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fastformer.batch_invariance import on
+from fastformer.plans import forget
 
-from .launch import next_power_of_2, plans
+from .launch import next_power_of_2
 
 _log = logging.getLogger("fastformer")
 _forced: tuple[Mapping[str, Any], list[TuningKey]] | None = None
@@ -83,9 +84,9 @@ def forced(options: Mapping[str, Any]) -> Iterator[list[TuningKey]]:
     """
     global _forced
     before, _forced = _forced, (options, [])
-    plans.clear()
+    forget()
     try:
         yield _forced[1]
     finally:
         _forced = before
-        plans.clear()
+        forget()

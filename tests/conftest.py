@@ -16,6 +16,7 @@ import torch
 
 from fastformer import eager as fastformer_eager
 from fastformer import numerics, use_backend
+from fastformer.plans import forget
 
 # The package of the benchmarks, which is not installed. Once it is imported, its modules are found
 # without the checkout on the path, where the folder kernels/ would hide Hugging Face's `kernels`.
@@ -127,9 +128,7 @@ def against_oracle():
 def launches_of_its_own():
     """No launch is remembered past a test, which may have changed what launches are made from."""
     yield
-    launch = sys.modules.get("fastformer.kernels.launch")
-    if launch is not None:
-        launch.plans.clear()
+    forget()
 
 
 FRESH = """
@@ -264,14 +263,13 @@ def rounded_once():
 def tiles(monkeypatch):
     """tiles(BM, BN): the tiles of every attention kernel, for the rest of the test."""
     plan = pytest.importorskip("fastformer.kernels.attention.plan")
-    from fastformer.kernels import launch
 
     def tiles(*blocks):
         monkeypatch.setattr(plan, "configuration", lambda *_: plan.AttentionTiles(*blocks, 4, 1))
-        launch.plans.clear()
+        forget()
 
     yield tiles
-    launch.plans.clear()
+    forget()
 
 
 @pytest.fixture
@@ -282,7 +280,7 @@ def small_tiles():
 
     @contextlib.contextmanager
     def small_tiles(BM=16, BN=16):
-        from fastformer.kernels import embedding, launch, partial_sums, products, rotary
+        from fastformer.kernels import embedding, partial_sums, products, rotary
         from fastformer.kernels import feed_forward as fed
         from fastformer.kernels.attention import plan, short_backward
         from fastformer.kernels.cross_entropy import launchers as cross_entropy
@@ -314,9 +312,9 @@ def small_tiles():
             patch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
             patch.setattr(cross_entropy, "group_size", lambda *_: 4)
             patch.setattr(cross_entropy, "CHUNK", 4)
-            launch.plans.clear()
+            forget()
             yield
-        launch.plans.clear()
+        forget()
 
     return small_tiles
 

@@ -27,6 +27,7 @@ LAYERS = [
     {"ops"},
     {"dispatch"},
     {"checks", "environment", "kernels"},
+    {"plans"},
     {"batch_invariance", "cuda_graphs", "description", "eager", "numerics"},
     {"mask_tiles"},
     {"_version"},
@@ -94,9 +95,9 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 
 def test_kernels_know_torch_and_triton_only():
-    """And of fastformer the description of attention and the state of `batch_invariant`."""
+    """And of fastformer the description of attention, the tables of plans and `batch_invariant`."""
     allowed = {"torch", "triton", "numpy", *sys.stdlib_module_names}
-    of_ours = "fastformer.description.", "fastformer.batch_invariance."
+    of_ours = tuple(f"fastformer.{x}." for x in ("description", "batch_invariance", "plans"))
     for path in KERNELS:
         names = {name for name, _ in imports(path) if not name.startswith(of_ours)}
         roots = {name.split(".")[0] for name in names}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import fastformer as ff
 from fastformer.batch_invariance import on
+from fastformer.plans import forget
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.with_all)]
 ROWS = 19  # with the small tiles two blocks of rows, the second one cut
@@ -202,14 +203,19 @@ def test_more_matrices_than_an_axis_of_a_grid_has(kernels, random, monkeypatch):
     with ff.batch_invariant():
         want = torch.bmm(a, b), torch.baddbmm(b[0, 0], a, b)
         monkeypatch.setattr(products, "MOST_PROGRAMS", 2)
-        products.plans.clear()
+        forget()
         assert all(map(torch.equal, (torch.bmm(a, b), torch.baddbmm(b[0, 0], a, b)), want))
         monkeypatch.undo()
         grids = []
-        monkeypatch.setattr(products, "Launch", lambda _, grid, *__: grids.append(grid) or id)
-        monkeypatch.setattr(products, "remembered", lambda key, _: lambda *pointers: None)
+
+        def launch(kernel, grid, *_):
+            grids.append(grid)
+            return lambda *pointers: None
+
+        monkeypatch.setattr(products, "Launch", launch)
         one = random(1, 1, 1).expand(65536, 1, 1)
         torch.bmm(one, one)
+        forget()
     assert grids == [(1, 65535), (1, 1)]
 
 
@@ -345,7 +351,9 @@ def test_rows(kernels, random, dtype):
 @pytest.mark.with_all
 @pytest.mark.parametrize("within", [True, False])
 def test_parameters_in_any_memory(random, within):
-    """The same bits as those of a contiguous copy, within the context and outside of it."""
+    """The same bits as those of a contiguous copy; outside of the context torch's own products
+    round as they do on this CPU.
+    """
     pytest.importorskip("triton")
     rows = _rows(random, 3, torch.float32)
     with ff.use_backend("triton"), ff.batch_invariant() if within else nullcontext():
@@ -357,7 +365,9 @@ def test_parameters_in_any_memory(random, within):
                         p.abs_()
                     given = [*parameters[:i], p, *parameters[i + 1 :]]
                     same = [*parameters[:i], p.contiguous(), *parameters[i + 1 :]]
-                    assert torch.equal(op(*rows, *given), op(*rows, *same)), (name, i, view)
+                    found, want = op(*rows, *given), op(*rows, *same)
+                    assert torch.equal(found, want) or not within, (name, i, view)
+                    torch.testing.assert_close(found, want)
 
 
 # -------------------------------------------------------------------------------------- attention

@@ -14,6 +14,7 @@ import fastformer
 import fastformer_command
 from fastformer import environment, tuning
 from fastformer.dispatch import backends
+from fastformer.dispatch.state import default
 from fastformer.training import copy_task
 from fastformer_command import main
 
@@ -174,7 +175,7 @@ def test_what_is_missing_is_named(refused, monkeypatch):
         assert "measures on a GPU, and there is none on this machine" in refused("tune")
         patch.setitem(sys.modules, "matplotlib.figure", None)
         assert 'pip install ".[plot]"' in refused("copy-task", "--plot", "curves.png")
-        patch.setattr(backends, "_default", "fastest")
+        patch.setattr(default, "backend", "fastest")
         assert "FASTFORMER_BACKEND is 'fastest'" in refused("info")
 
 

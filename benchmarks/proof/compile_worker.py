@@ -35,7 +35,7 @@ sys.path.append(str(ROOT))
 import torch
 import triton
 import triton.language as tl
-from fastformer.kernels import embedding, feed_forward, launch, products, rotary, tuned
+from fastformer.kernels import embedding, feed_forward, products, rotary, tuned
 from fastformer.kernels.attention import launchers as attention
 from fastformer.kernels.attention.configurations import AttentionTiles
 from fastformer.kernels.cross_entropy import divergence
@@ -49,6 +49,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.proof import cost, keys, sass
 from fastformer.batch_invariance import batch_invariant
 from fastformer.description import Attention, pack
+from fastformer.plans import forget
 
 # The GPU that stands for each: target, row of the configuration tables, shared memory of a block.
 TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
@@ -407,7 +408,8 @@ def call_rotary_embedding(case: dict[str, Any]) -> None:
 def call_gated(case: dict[str, Any]) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     x, w, w_2 = (empty(*shape, dtype=dtype) for shape in ((512, 1024), (2 * n, 1024), (1024, n)))
-    arguments = (x, w, None, w_2, None, 0.1, empty(1, dtype=torch.int64))
+    form = (1.0, None, 0.0) if case["op"] == "swiglu" else ()
+    arguments = (x, w, None, w_2, None, 0.1, empty(1, dtype=torch.int64), *form)
     both(feed_forward, f"{case['op']}_", arguments, [True, True, False, True, False])
 
 
@@ -457,7 +459,7 @@ def choose_as_on(row: str) -> None:
         for fact, value in {**FACTS, "architecture": row}.items():
             if name.startswith("fastformer.kernels.") and hasattr(module, fact):
                 setattr(module, fact, lambda device, value=value: value)
-    launch.plans.clear()  # they are of the architecture before
+    forget()  # the plans are of the architecture before
 
 
 def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,10 @@ input carries a forward-mode tangent, the reference computes the call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -38,13 +41,17 @@ from torch.autograd import forward_ad
 
 from fastformer.description import Attention, pack, unpack
 from fastformer.dispatch.operation import Operation
+from fastformer.dispatch.state import is_special
 from fastformer.eager import differentiable, gradients_through, use_formula
+from fastformer.plans import Plans, allow_tf32, getter, layouts
+
+_transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None without any
 
 
 class _Pair:
     """What the schemas of an op and its backward define."""
 
-    def __init__(self, op: str, record: Operation) -> None:
+    def __init__(self, op: str, record: Operation, launchers: dict[str, Any]) -> None:
         self.op, self.record = op, record
         self.forward = getattr(torch.ops.fastformer, op).default
         self.arguments = [a.name for a in self.forward._schema.arguments]
@@ -76,6 +83,34 @@ class _Pair:
             self.in_place = getattr(torch.ops.fastformer, op + "_backward_").default
             self.from_outputs.append(len(outputs) - 1)
         self.grads = [self.arguments.index(name) for name in grads]
+        given = self.forward._schema.arguments
+        self.tensors = [i for i, a in enumerate(given) if "Tensor" in str(a.type)]
+        self.launchers = launchers
+
+    def values(self, arguments: Sequence[Any], ahead: bool) -> tuple[list[Any], list[bool]]:
+        """Return the arguments of the op, and which gradients are needed. ahead: whether the
+        forward may compute a gradient.
+        """
+        values, needs = pack(arguments), [False] * len(self.grads)
+        if torch.is_grad_enabled():
+            needs = [isinstance(values[i], Tensor) and values[i].requires_grad for i in self.grads]
+        if self.extra:
+            values.append(needs if self.extra == "needs" else any(needs) and ahead)
+        return values, needs
+
+    def read(self, values: Sequence[Any]) -> list[Any]:
+        """Return the arguments of the op with None in place of those that the backward does not
+        read.
+        """
+        if self.unsaved is None:
+            return list(values)
+        without = self.unsaved(dict(zip(self.arguments, values)))
+        return [None if n in without else x for n, x in zip(self.arguments, values)]
+
+    def kept(self, arguments: dict[str, Any]) -> list[int]:
+        """Return the outputs that the caller gets, by their places."""
+        names = enumerate(self.outputs)
+        return [i for i, name in names if arguments.get("return_" + name, True)]
 
 
 def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -85,12 +120,14 @@ def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 _pairs: dict[str, _Pair] = {}
 
 
-def pair(op: str, record: Operation) -> None:
-    """Read the schemas of a registered op and of its joint form."""
-    _pairs[op] = _Pair(op, record)
+def pair(op: str, record: Operation, launchers: dict[str, Any]) -> None:
+    """Read the schemas of a registered op and of its joint form. launchers: those of all registered
+    ops, by name.
+    """
+    _pairs[op] = _Pair(op, record, launchers)
     if record.joint is not None:
         joint = record._replace(reference=record.joint)
-        _pairs["joint_" + op] = _Pair("joint_" + op, joint)
+        _pairs["joint_" + op] = _Pair("joint_" + op, joint, launchers)
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -113,43 +150,193 @@ class _Kernel(torch.autograd.Function):
         op, *args = inputs
         pair = _pairs[op]
         ctx.op = op
-        read = args
-        if pair.unsaved is not None:
-            without = pair.unsaved(dict(zip(pair.arguments, args)))
-            read = [None if n in without else x for n, x in zip(pair.arguments, args)]
+        read = pair.read(args)
         saved = [read[i] for i in pair.from_arguments] + [output[i] for i in pair.from_outputs]
         ctx.save_for_backward(*[x for x in saved if isinstance(x, Tensor)])
         ctx.constants = [None if isinstance(x, Tensor) else (x,) for x in saved]
         ctx.mark_non_differentiable(*output[pair.n_outputs :])
         ctx.set_materialize_grads(False)
-        ctx.shapes = [(x.shape, x.dtype, x.device) for x in output[: pair.n_outputs]]
+        ctx.shapes = _shapes(output[: pair.n_outputs])
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pair = _pairs[ctx.op]
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if c is None else c[0] for c in ctx.constants]
-        ahead: Any = saved.pop() if pair.extra == "ahead" else None
         needs = [ctx.needs_input_grad[1 + i] for i in pair.grads]
-        incoming = [
-            torch.zeros(shape, dtype=dtype, device=device) if g is None and not optional else g
-            for g, (shape, dtype, device), optional in zip(grads, ctx.shapes, pair.optional)
-        ]
-        if torch.is_grad_enabled():
-            results: Sequence[Tensor | None] = _through_reference(pair, saved, incoming, needs)
-            # Views: what torch.func.vjp saved is wrapped by its level, which has ended.
-            given = [x.view_as(x) for x in (*saved, *incoming) if isinstance(x, Tensor)]
-            if not any(x.requires_grad for x in given) and not _has_tangent(given):
-                results = [g if g is None else g.detach() for g in results]
-        elif ahead is not None and ahead.numel() and not _is_retained():
-            pair.in_place(*incoming, *saved, ahead)
-            results = (ahead,)
-        else:
-            results = _as_tuple(pair.backward(*incoming, *saved, needs))
+        results = _gradients(pair, saved, grads, ctx.shapes, needs)
         gradients: list[Tensor | None] = [None] * (1 + len(pair.arguments) + bool(pair.extra))
-        for i, result, need in zip(pair.grads, results, needs, strict=True):
-            gradients[1 + i] = result if need else None
+        for i, result in zip(pair.grads, results, strict=True):
+            gradients[1 + i] = result
         return tuple(gradients)
+
+
+def _shapes(outputs: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    return [(x.shape, x.dtype, x.device) for x in outputs]
+
+
+def _gradients(
+    pair: _Pair, saved: list[Any], grads: Sequence[Tensor | None], shapes: Any, needs: list[bool]
+) -> list[Tensor | None]:
+    """Return the gradients by PyTorch's dispatcher, or by the reference with create_graph=True;
+    None for those that are not needed.
+    """
+    ahead: Any = saved.pop() if pair.extra == "ahead" else None
+    incoming = [
+        torch.zeros(shape, dtype=dtype, device=device) if g is None and not optional else g
+        for g, (shape, dtype, device), optional in zip(grads, shapes, pair.optional)
+    ]
+    if torch.is_grad_enabled():
+        results: Sequence[Tensor | None] = _through_reference(pair, saved, incoming, needs)
+        # Views: what torch.func.vjp saved is wrapped by its level, which has ended.
+        given = [x.view_as(x) for x in (*saved, *incoming) if isinstance(x, Tensor)]
+        if not any(x.requires_grad for x in given) and not _has_tangent(given):
+            results = [g if g is None else g.detach() for g in results]
+    elif _is_made(ahead) and not _is_retained():
+        pair.in_place(*incoming, *saved, ahead)
+        results = (ahead,)
+    else:
+        results = _as_tuple(pair.backward(*incoming, *saved, needs))
+    return [result if need else None for result, need in zip(results, needs, strict=True)]
+
+
+def _is_made(ahead: Tensor | None) -> bool:
+    """Return whether the forward has made a gradient, which hooks have not moved to other memory
+    than the op that completes it takes.
+    """
+    return ahead is not None and ahead.numel() > 0 and ahead.is_contiguous()
+
+
+class Differentiated:
+    """A call of a kernel with a gradient, for all tensors of the same layouts.
+
+    values: the arguments of the op. run: its plan, a function of the tensors of the schema. given:
+    which of these are no None; the others do not pass autograd.
+    """
+
+    def __init__(self, pair: _Pair, run: Callable[..., Any], values: list[Any]) -> None:
+        self.pair, self.run, self.n_outputs = pair, run, pair.n_outputs
+        self.given = [k for k, i in enumerate(pair.tensors) if values[i] is not None]
+        n = len(self.given)
+        places = {pair.tensors[k]: place for place, k in enumerate(self.given)}
+        # Functions of (*tensors, None), of (*tensors, *outputs) and of (None, *gradients).
+        self.arguments = getter([places.get(i, n) for i in pair.tensors])
+        read = pair.read(values)
+        of_backward = [read[i] for i in pair.from_arguments]
+        saved = [places[i] for i in pair.from_arguments if isinstance(read[i], Tensor)]
+        self.saved = getter([*saved, *(n + i for i in pair.from_outputs)])
+        self.inputs = [1 + places[i] if i in places else None for i in pair.grads]
+        order = [0] * (1 + n)
+        for k, i in enumerate(self.inputs, 1):
+            if i is not None:
+                order[i] = k
+        self.places, self.order = order, getter(order)
+        self.constants = [None if isinstance(x, Tensor) else (x,) for x in of_backward]
+        self.constants += [None] * len(pair.from_outputs)
+        self.required = [i for i, optional in enumerate(pair.optional) if not optional]
+        self.shapes: Any = None
+        # By the layouts of the incoming gradients and of what was saved, which hooks may move.
+        self.backwards = Plans()
+
+    def needs(self, ctx: Any) -> list[bool]:
+        """Return which gradients of the op are needed."""
+        needed = ctx.needs_input_grad
+        return [i is not None and needed[i] for i in self.inputs]
+
+    def fill(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return all that the backward reads, given the saved tensors."""
+        each = iter(tensors)
+        return [next(each) if c is None else c[0] for c in self.constants]
+
+    def backward_plan(self, grads: Any, tensors: Any, needs: list[bool], retained: bool) -> Any:
+        """Return a plan of (grads, saved tensors) that returns the gradients of the inputs."""
+        pair, saved = self.pair, self.fill(tensors)
+        op = pair.op + "_backward"
+        ahead = saved.pop() if pair.extra == "ahead" else None
+        in_place = _is_made(ahead) and not retained
+        values = [*grads, *saved, ahead if in_place else needs]
+        launcher = pair.launchers[op + "_" if in_place else op]
+        number, last = itertools.count(1), len(grads) + len(tensors)
+        given = [next(number) * (x is not None) for x in grads]
+        given += [next(number) if c is None else 0 for c in self.constants]
+        given = [*given[: len(values) - 1], last * in_place]
+        run, pick = launcher.plan(*values), getter([given[i] for i in launcher.places])
+        # Of (None, *results): the gradient of each input, or None.
+        order = getter([k if k and needs[k - 1] else 0 for k in self.places])
+
+        def plan(*tensors: Any) -> tuple[Tensor | None, ...]:
+            found = run(*pick((None, *tensors)))
+            if in_place:
+                found = tensors[-1]
+            return order((None, *found) if type(found) is tuple else (None, found))
+
+        return plan
+
+
+class _Planned(torch.autograd.Function):
+    """`_Kernel` by the plans of a `Differentiated`. It is called past torch's `apply` in Python,
+    which binds default arguments and serves the transforms of torch.func.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Differentiated, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        outputs = call.run(*call.arguments((*tensors, None)))
+        if type(outputs) is not tuple:
+            outputs = (outputs,)
+        ctx.call = call
+        ctx.save_for_backward(*call.saved((*tensors, *outputs)))
+        ctx.mark_non_differentiable(*outputs[call.n_outputs :])
+        ctx.set_materialize_grads(False)
+        if call.shapes is None:
+            call.shapes = _shapes(outputs[: call.n_outputs])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, saved = ctx.call, ctx.saved_tensors
+        grads = grads[: call.n_outputs]
+        retained = call.pair.extra == "ahead" and _is_retained()
+        layout = None
+        lacks = any([grads[i] is None for i in call.required])
+        if not (lacks or torch.is_grad_enabled() or is_special()):
+            layout = layouts((*grads, *saved))
+        if layout is None:
+            results = _gradients(call.pair, call.fill(saved), grads, call.shapes, call.needs(ctx))
+            return call.order([None, *results])
+        tf32 = grads[0] is not None and grads[0].dtype is torch.float32 and allow_tf32()
+        key = ctx.needs_input_grad, retained, tf32, layout
+        plan = call.backwards.get(key)
+        if plan is None:
+            plan = call.backward_plan(grads, saved, call.needs(ctx), retained)
+            call.backwards.remember(key, plan)
+        return plan(*grads, *saved)
+
+
+# Of torch's classes the one whose `apply` is that of C.
+_apply_planned = super(torch.autograd.Function, _Planned).apply
+_apply = super(torch.autograd.Function, _Kernel).apply
+
+
+def plan(op: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], Any, Any]:
+    """Return a call of a kernel as a function of tensors of its schema, a function that returns
+    those of its outputs that the caller gets, or None, and which of the tensors it takes, None for
+    all.
+    """
+    pair = _pairs[op]
+    values, needs = pair.values([*arguments.values()], True)
+    run = pair.launchers[op].plan(*values)
+    kept = itemgetter(*pair.kept(arguments))
+    if any(needs):
+        call = Differentiated(pair, run, values)
+        return functools.partial(_apply_planned, call), kept, call.given
+    return run, None if len(pair.forward._schema.returns) == 1 else kept, None
+
+
+def named_tensors(op: str, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the tensors of the schema of an op by their names, None for those left out."""
+    pair = _pairs[op]
+    values = pack(arguments.values())
+    return [(pair.arguments[i], values[i]) for i in pair.tensors]
 
 
 def _is_retained() -> bool:
@@ -199,8 +386,8 @@ def apply(op: str, arguments: dict[str, Any]) -> Any:
     the reference, which the schema has as well.
     """
     pair = _pairs[op]
-    values = pack(arguments.values()) if pair.fields else [*arguments.values()]
     is_compiling = torch.compiler.is_compiling()
+    values, needs = pair.values([*arguments.values()], not is_compiling)
     if not is_compiling and forward_ad._current_level >= 0 and _has_tangent(values):
         with use_formula():
             return pair.record.reference(**arguments)
@@ -208,15 +395,11 @@ def apply(op: str, arguments: dict[str, Any]) -> Any:
         for i, x in enumerate(values):
             if isinstance(x, Tensor) and any(x is y for y in values[:i]):
                 values[i] = x.view_as(x)
-    needs = [False] * len(pair.grads)
-    if torch.is_grad_enabled():
-        needs = [isinstance(values[i], Tensor) and values[i].requires_grad for i in pair.grads]
-    if pair.extra == "needs":
-        values.append(needs)
-    elif pair.extra == "ahead":
-        values.append(any(needs) and not is_compiling)
-    outputs = _Kernel.apply(op, *values) if any(needs) else _as_tuple(pair.forward(*values))
-    kept = tuple(
-        x for name, x in zip(pair.outputs, outputs) if arguments.get("return_" + name, True)
-    )
+    if not any(needs):
+        outputs = _as_tuple(pair.forward(*values))
+    elif is_compiling or _transforms() is not None:
+        outputs = _Kernel.apply(op, *values)
+    else:
+        outputs = _apply(op, *values)
+    kept = tuple([outputs[i] for i in pair.kept(arguments)])
     return kept[0] if len(kept) == 1 else kept

@@ -15,9 +15,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,6 +25,7 @@ from torch.autograd import forward_ad
 
 from fastformer.batch_invariance import on
 from fastformer.checks import seed_tensor
+from fastformer.description import Attention
 from fastformer.dispatch import autograd, measurements
 from fastformer.dispatch.operation import (
     OPERATIONS,
@@ -34,33 +33,25 @@ from fastformer.dispatch.operation import (
     Operation,
     call_name,
     differentiated,
+    flat,
 )
-from fastformer.eager import eager, formula
+from fastformer.dispatch.state import (
+    BACKENDS as BACKENDS,
+)
+from fastformer.dispatch.state import (
+    current_backend,
+    state,
+    use_backend,
+)
+from fastformer.eager import eager
+from fastformer.plans import forget
 
-BACKENDS = ("auto", "triton", "reference")
 # GPU models for which benchmarks/results has a run of the full test suite.
 VERIFIED_GPUS: tuple[str, ...] = ()
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # does not import it
 _log = logging.getLogger("fastformer")
 
-
-class _State(threading.local):
-    def __init__(self) -> None:  # torch.compile guards on instance attributes
-        self.backend: str | None = None
-        # A list within `explain`: ops do not run.
-        self.explained: list[tuple[Choice, Arguments]] | None = None
-        self.on_choice: Callable[[Choice], None] | None = None
-        self.on_call: Callable[[str, Arguments], None] | None = None  # only with an on_choice
-        self.on_unsupported: Callable[[str, str], None] | None = None
-        # True in the threads of autograd, which run the backward on a GPU and recompute
-        # checkpoints.
-        self.not_from_python = isinstance(threading.current_thread(), threading._DummyThread)
-
-
-_state = _State()
-_CHOICE = "fastformer: backend"  # a key of the state that torch copies to autograd's threads
-_default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 
 _TUNED = "fastformer.kernels.tuned"
 _DTENSOR = "torch.distributed.tensor"
@@ -72,86 +63,10 @@ _transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None 
 _ON_A_CPU = ("auto", "reference")  # the backends that run the reference on a CPU
 
 
-def _check(name: str, source: str) -> str:
-    if name not in BACKENDS:
-        raise ValueError(f"{source} is {name!r}; expected one of {', '.join(BACKENDS)}")
-    return name
-
-
-class use_backend:
-    """Set the backend of this thread at once. As a context manager, restore the old one on exit.
-
-        use_backend("reference")
-        with use_backend("triton"):
-            ...
-
-    The backward runs on the backend of its forward. But torch.utils.checkpoint computes a forward
-    again in the backward: call backward() within the context, too, or dropout without a seed may
-    draw another mask than before. Raises ValueError for an unknown name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = _check(name, "backend")
-        own = _state.backend
-        self._previous = own, _inherited() if _state.not_from_python else own
-        _set_backend(name, name)
-
-    def __enter__(self) -> None:
-        _set_backend(self._name, self._name)  # again, because an earlier `with` may have ended
-
-    def __exit__(self, *error: object) -> None:
-        _set_backend(*self._previous)
-
-
-def _set_backend(name: str | None, inherited: str | None) -> None:
-    _state.backend = name
-    if not torch.compiler.is_compiling():
-        torch._C._stash_obj_in_tls(_CHOICE, inherited)
-
-
-def current_backend() -> str:
-    """Return the backend chosen for this thread: auto, triton or reference."""
-    if _state.backend is not None:
-        return _state.backend
-    inherited = _inherited() if _state.not_from_python else None
-    return inherited or _check(_default, "the environment variable FASTFORMER_BACKEND")
-
-
 def prefers_kernels(x: torch.Tensor) -> bool:
     """Return whether this thread runs ops on tensors like x by the kernels if they support it."""
     backend = current_backend()
     return backend == "triton" or (backend == "auto" and not x.is_cpu)
-
-
-def _inherited() -> str | None:
-    """Return, in a thread of autograd, the backend of the thread that called backward()."""
-    if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(_CHOICE):
-        return None
-    return torch._C._get_obj_in_tls(_CHOICE)
-
-
-def runs_directly(observed: bool = False) -> bool:
-    """Return whether an op on plain tensors of the CPU runs on the reference, and nothing else is
-    to be done: nothing casts, transforms or traces the call and, unless `observed`, nothing
-    observes, explains or logs it.
-
-    A contract may then skip the dispatch. This looks at the state of the thread once.
-    """
-    if torch.compiler.is_compiling() or _autocasts() or _transforms() or on():
-        return False
-    state = _state.__dict__
-    return (
-        (state["backend"] or _default) in _ON_A_CPU
-        and not state["not_from_python"]
-        and not formula.always
-        and (
-            observed
-            or (
-                state["explained"] is state["on_choice"] is None
-                and not _log.isEnabledFor(logging.INFO)
-            )
-        )
-    )
 
 
 def draws_by_torch(device: torch.device) -> bool:
@@ -191,6 +106,7 @@ def register(*records: Operation) -> None:
         _on_a_cpu[op] = Choice(op, "reference", "the tensors are on the CPU")
         for backend in ("triton", "reference"):
             _explicit[op, backend] = Choice(op, backend, "it was chosen")
+        _explicit[op, "torch"] = Choice(op, "torch", "it was measured to be the fastest")
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
@@ -212,11 +128,11 @@ def checked(op: str, **arguments: Any) -> Arguments:
 def planned(op: str, *args: Any, **kwargs: Any) -> tuple[Choice, Arguments]:
     """Return the backend of a call and the arguments of `run`, without running it."""
     explained: list[tuple[Choice, Arguments]] = []
-    _state.explained = explained
+    state.explain(explained)
     try:
         OPERATIONS[op].contract(*args, **kwargs)
     finally:
-        _state.explained = None
+        state.explain(None)
     return explained[0]
 
 
@@ -225,7 +141,8 @@ def _import(op: str) -> bool:
     if op not in _kernels:
         record = OPERATIONS[op]
         module = importlib.import_module("fastformer.kernels." + record.kernel)
-        autograd.pair(op, record)
+        registered = importlib.import_module("fastformer.kernels.registration")
+        autograd.pair(op, record, registered.launchers)
         setattr(tuned(), "source", _choices)  # noqa: B010
         _kernels[op] = module  # last: another thread may read it from now on
     return True
@@ -276,8 +193,8 @@ def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
         return _on_a_cpu[op]
     reason = _unsupported_reason(op, arguments, first.device)
     if reason is not None:
-        if _state.on_unsupported is not None:
-            _state.on_unsupported(op, reason)
+        if state.on_unsupported is not None:
+            state.on_unsupported(op, reason)
         elif backend == "triton":
             raise RuntimeError(f"the triton backend cannot run {op}: {reason}")
         return Choice(op, "reference", reason)
@@ -292,7 +209,7 @@ def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
         and computed_by_torch(op, arguments)
         and call_name(op, arguments) in left
     ):
-        return Choice(op, "torch", "it was measured to be the fastest")
+        return _explicit[op, "torch"]
     return Choice(op, "triton", "the tensors are on a GPU" + _caveat(first.device))
 
 
@@ -327,7 +244,7 @@ def measure_again() -> None:
     measurements.measurements.cache_clear()
     _left_to_torch.cache_clear()
     if _TUNED in sys.modules:
-        sys.modules[_TUNED].plans.clear()
+        forget()
 
 
 def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
@@ -396,13 +313,12 @@ class observe:
 
     def __enter__(self) -> None:
         on_choice, on_unsupported, on_call = self._functions
-        before = self._previous = _state.on_choice, _state.on_unsupported, _state.on_call
-        _state.on_choice = on_choice or before[0] or (_ignore if on_call else None)
-        _state.on_unsupported = on_unsupported or before[1]
-        _state.on_call = on_call or before[2]
+        before = self._previous = state.on_choice, state.on_unsupported, state.on_call
+        chosen = on_choice or before[0] or (_ignore if on_call else None)
+        state.observe(chosen, on_unsupported or before[1], on_call or before[2])
 
     def __exit__(self, *error: object) -> None:
-        _state.on_choice, _state.on_unsupported, _state.on_call = self._previous
+        state.observe(*self._previous)
 
 
 def _ignore(choice: Choice) -> None:
@@ -411,32 +327,35 @@ def _ignore(choice: Choice) -> None:
 
 def report(choice: Choice) -> None:
     """Pass a choice to the `on_choice` of `observe`, as `run` does for each op."""
-    if _state.on_choice is not None:
-        _state.on_choice(choice)
+    if state.on_choice is not None:
+        state.on_choice(choice)
 
 
 def _report_call(choice: Choice, arguments: Arguments) -> None:
     report(_described(choice, arguments))
-    if _state.on_call is not None:
-        _state.on_call(choice.op, arguments)
+    if state.on_call is not None:
+        state.on_call(choice.op, arguments)
 
 
-def run(op: str, **arguments: Any) -> Any:
+def run(op: str, finish: Callable[[Any], Any] | None = None, **arguments: Any) -> Any:
     """Run an op on the backend chosen for it. torch.autocast is off: `functional` has applied it.
 
     The arguments have the names and the order of the reference; the first one is a tensor. If one
     of them is a DTensor, `sharding` runs the op.
+
+    finish: a function of the outputs of the op that returns what the caller gets; None for the
+        outputs. Later calls with the plan of this call make it, too: it may keep no tensor.
     """
-    state = _state
     if _DTENSOR in sys.modules and _holds_dtensor(arguments):
         from fastformer.dispatch.sharding import run_on_rows  # imports torch.distributed.tensor
 
-        return run_on_rows(run, op, arguments)
+        outputs = run_on_rows(run, op, arguments)
+        return outputs if finish is None else finish(outputs)
     if _autocasts():
         kind = next(iter(arguments.values())).device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
-                return run(op, **arguments)
+                return run(op, finish, **arguments)
     backend = current_backend()
     choice = choose_backend(op, arguments, backend)
     if state.explained is not None:
@@ -450,12 +369,74 @@ def run(op: str, **arguments: Any) -> Any:
         if on():
             why = f"runs on the reference: {choice.reason}"
             raise RuntimeError(f"batch_invariant() takes kernels alone, and {op} {why}")
-        return OPERATIONS[op].reference(**arguments)
-    if choice.backend == "torch":
-        by_torch = OPERATIONS[op].by_torch
-        assert by_torch is not None
-        return by_torch(**arguments)
-    return autograd.apply(op, arguments)
+    if choice.backend == "triton":
+        return _run_kernels(op, arguments, finish)
+    first = _take_first_call()
+    known = _on_a_cpu[op], _explicit[op, "reference"], _explicit[op, "torch"]
+    # What the kernels do not support is reported, call by call.
+    if first is not None and choice in known:
+        named = [(name, x) for name, x in flat(arguments).items() if isinstance(x, torch.Tensor)]
+        if first.run(named, lambda: (_direct(choice, arguments), None, None), finish):
+            return first.result
+    outputs = _function(choice)(**arguments)
+    return outputs if finish is None else finish(outputs)
+
+
+def _run_kernels(op: str, arguments: Arguments, finish: Callable[[Any], Any] | None = None) -> Any:
+    first = _take_first_call()
+    if first is not None:
+        named = autograd.named_tensors(op, arguments)
+        if first.run(named, lambda: autograd.plan(op, arguments), finish):
+            return first.result
+    outputs = autograd.apply(op, arguments)
+    return outputs if finish is None else finish(outputs)
+
+
+def _take_first_call() -> Any:
+    """Return the first call with a key that is made; what the op calls is none."""
+    first = state.call
+    if first is not None:
+        state.call = None
+    return first
+
+
+def _function(choice: Choice) -> Callable[..., Any]:
+    """Return the reference, or torch's own op."""
+    operation = OPERATIONS[choice.op]
+    if choice.backend == "reference":
+        return operation.reference
+    assert operation.by_torch is not None
+    return operation.by_torch
+
+
+def _direct(choice: Choice, arguments: Arguments) -> Callable[..., Any]:
+    """Return a call of the reference, or of torch's own op, as a function of its tensors."""
+    direct = OPERATIONS[choice.op].direct
+    if (
+        direct is not None
+        and choice.backend == "reference"
+        and next(iter(arguments.values())).is_cpu
+    ):
+        function = direct(**arguments)
+        if function is not None:
+            return function
+    return _by_names(_function(choice), arguments)
+
+
+def _by_names(function: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
+    """Return a function of the tensors among `flat(arguments)`."""
+    fields = flat(arguments)
+    names = [name for name, x in fields.items() if isinstance(x, torch.Tensor)]
+    constants = {name: x for name, x in fields.items() if name not in names}
+    attention = Attention._fields if "attention" in arguments else ()
+
+    def run(*tensors: torch.Tensor) -> Any:
+        given = constants | dict(zip(names, tensors))
+        if attention:
+            given["attention"] = Attention._make([given.pop(name) for name in attention])
+        return function(**given)
+
+    return run
 
 
 def may_join(x: torch.Tensor, *others: Any) -> bool:
@@ -473,10 +454,10 @@ def run_joint(op: str, plans: Sequence[tuple[Choice, Arguments]], arguments: Arg
     if _autocasts():
         with torch.autocast(next(iter(arguments.values())).device.type, enabled=False):
             return run_joint(op, plans, arguments)
-    if _state.on_choice is not None:
+    if state.on_choice is not None:
         for choice, given in plans:
             _report_call(choice, given)
-    return autograd.apply("joint_" + op, arguments)
+    return _run_kernels("joint_" + op, arguments)
 
 
 def _holds_dtensor(arguments: Arguments) -> bool:

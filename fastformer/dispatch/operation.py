@@ -27,6 +27,8 @@ class Operation(NamedTuple):
     by_torch: torch's own op, given checked arguments; `auto` runs it where it was measured to be
         faster. It needs the same results but for rounding, in the same memory layout.
     suits_torch: whether it computes a call, given its arguments.
+    direct: a function of the checked arguments that returns torch's own op for such calls on a CPU,
+        as a function of the tensors among them; None if it does not compute them.
     reference_backward: the gradients by differentiable primitives, given the arguments of the
         kernel's backward; for ops whose backward does not take all of the arguments.
     unsaved: a function of the arguments of a call, by their names in the schema, that returns the
@@ -40,6 +42,7 @@ class Operation(NamedTuple):
     rows: tuple[str, ...] = ()
     by_torch: Function | None = None
     suits_torch: Callable[[Arguments], bool] = lambda arguments: False
+    direct: Callable[..., Function | None] | None = None
     reference_backward: Function | None = None
     unsaved: Callable[[Arguments], tuple[str, ...]] | None = None
     joint: Function | None = None

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from fastformer.checks import autocast
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
+from fastformer.dispatch.front import front_door
 from fastformer.drop_in.replacements.base import record_torch, unsupported_tensor
 from fastformer.mask_tiles import BlockMask
 from fastformer.ops import functional
-from fastformer.ops.attention.by_torch import usual_call
 
 
 class sdpa_override(TorchFunctionMode):
@@ -53,6 +53,7 @@ class sdpa_override(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@front_door
 def _sdpa(
     query: Tensor,
     key: Tensor,
@@ -63,10 +64,6 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if not dropout_p and scale is None and not enable_gqa and backends.runs_directly():
-        out = usual_call(query, key, value, attn_mask, is_causal, None)
-        if out is not None:
-            return out
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)  # as torch's op does
     reason = (
         _unsupported_input(query, key, value, attn_mask)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastformer.batch_invariance import on
-from fastformer.description import MAX_HEAD_DIM, PACKED_SCHEMA, SCHEMA, Attention, parts, unpack
+from fastformer.description import (
+    MAX_HEAD_DIM,
+    PACKED_SCHEMA,
+    SCHEMA,
+    Attention,
+    pack,
+    parts,
+    unpack,
+)
 
 from .. import rotary
-from ..launch import (
-    architecture,
-    layout,
-    on_device,
-    plans,
-    remembered,
-    unit_stride,
-    unsupported_dtype,
-)
+from ..launch import architecture, on_device, unit_stride, unsupported_dtype
 from ..registration import register
 from .configurations import splits_keys, widest_head
 from .gluon import why_not
@@ -31,7 +31,6 @@ from .plan import (
     empty_outputs,
     heads_like,
     optional_inputs,
-    signature_of,
 )
 from .short_backward import short_kernels
 
@@ -51,54 +50,40 @@ def _forward_plan(
     return ForwardPlan(query, key, value, attention)
 
 
-def _run_forward(query, key, value, attention: Attention) -> Any:
-    """Launch the forward. Returns (output, lse, statistics)."""
-    signature = signature_of(query, key, value, attention)
-    plan = plans.get(signature)
-    if plan is None:
-        given = query, key, value
-        query, key, value = map(unit_stride, given)
-        if any(x is not y for x, y in zip(given, (query, key, value))):
-            return _run_forward(query, key, value, attention)
-        plan = remembered(signature, _forward_plan(query, key, value, attention))
-    outputs = [
-        query.new_empty_strided(shape, stride, **dtype) for shape, stride, dtype in plan.outputs
-    ]
-    sinks = query if attention.sinks is None else attention.sinks
-    with on_device(query):
-        plan.forward((query, key, value), *outputs, sinks, optional_inputs(query, attention))
-        offsets = attention.cu_seqlens_q
-        if offsets is not None:
-            plan.tail(tuple(outputs), tuple(outputs), offsets, offsets)
-    return tuple(outputs)
+class Options(NamedTuple):
+    """The optional tensors of a call, in the order of the schemas."""
+
+    attn_mask: Tensor | None
+    bias: Tensor | None
+    key_lengths: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_seed: Tensor | None
+    mask_spans: Tensor | None
+    mask_lists: Tensor | None
+    mask_bits: Tensor | None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
 
-def _run_backward(
-    grads, grad_output, grad_lse, output, lse, statistics, needs, query, key, value, attention
-) -> list[Tensor]:
-    """Launch the backward. Returns [dq, dk, dv, dbias, dsinks]; those not needed are empty. If
-    `grads` is not None, it is where dq, dk and dv are written.
+def _runs_forward(plan: Any) -> Any:
+    """Return a function of the query, the key, the value and the tensors of `Options` that launches
+    the forward. It returns (output, lse, statistics).
     """
-    tensors = grad_output, grad_lse, output, lse, statistics  # hooks may have moved what is saved
-    signature = *signature_of(query, key, value, attention), *map(layout, tensors), needs
-    if grads is not None:
-        signature = *signature, *map(layout, grads)
-    plan = plans.get(signature)
-    if plan is None:
-        given = grad_output, output, query, key, value, lse, statistics
-        grad_output, output, query, key, value = map(unit_stride, given[:5])
-        lse, statistics = lse.contiguous(), statistics.contiguous()
-        now = grad_output, output, query, key, value, lse, statistics
-        if any(x is not y for x, y in zip(given, now)):
-            saved = output, lse, statistics
-            outgoing = grads, grad_output, grad_lse, *saved
-            return _run_backward(*outgoing, needs, query, key, value, attention)
-        of_call = grad_output, grad_lse, output, needs, query, key, value, attention
-        made = BackwardPlan(*of_call, grads)
-        plan = remembered(signature, made)
-    with on_device(query):
-        saved = output, lse, statistics
-        return plan.run(grad_output, grad_lse, *saved, query, key, value, attention, grads)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor | None) -> Any:
+        options = Options(*tensors)
+        made = [query.new_empty_strided(*like, **dtype) for *like, dtype in plan.outputs]
+        outputs = tuple(made)
+        sinks = query if options.sinks is None else options.sinks
+        with on_device(query):
+            plan.forward((query, key, value), *outputs, sinks, optional_inputs(query, options))
+            offsets = options.cu_seqlens_q
+            if offsets is not None:
+                plan.tail(outputs, outputs, offsets, offsets)
+        return outputs
+
+    return run
 
 
 # --------------------------------------------------------------------------------------------- ops
@@ -131,19 +116,26 @@ def _fake(query, key, value, *rest):
     return empty_outputs(unit_stride(query), value, separate_max)
 
 
+def _prepare(query, key, value, *rest):
+    """Return the arguments as the kernels take them."""
+    attention = unpack(rest[:-1])
+    if attention.mask_spans is not None:
+        attention = _visiting(query, key, value, attention)
+    inputs = map(unit_stride, (query, key, value))
+    return *inputs, *pack([attention]), rest[-1]
+
+
 @register(
     f"scaled_dot_product_attention({_ARGUMENTS}, {SCHEMA}, bool return_lse) "
     "-> (Tensor output, Tensor lse, Tensor statistics)",
     _fake,
+    _prepare,
 )
 def forward(query, key, value, *rest):
     """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
     [B, H, Sq, 2] or [0]), whatever `return_lse` is.
     """
-    attention = unpack(rest[:-1])
-    if attention.mask_spans is not None:
-        attention = _visiting(query, key, value, attention)
-    return _run_forward(query, key, value, attention)
+    return _runs_forward(_forward_plan(query, key, value, unpack(rest[:-1])))
 
 
 def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
@@ -157,25 +149,45 @@ def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
     return tuple(x if need else query.new_empty(0) for x, need in zip(grads, needs))
 
 
+def _prepare_backward(grad_output, grad_lse, query, key, value, *rest):
+    *fields, output, lse, statistics, needs = rest
+    *inputs, _ = _prepare(query, key, value, *fields, False)
+    grad_output, output = map(unit_stride, (grad_output, output))
+    grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
+    saved = output, lse.contiguous(), statistics.contiguous()
+    return grad_output, grad_lse, *inputs, *saved, needs
+
+
 @register(
     "scaled_dot_product_attention_backward(Tensor grad_output, Tensor? grad_lse, "
     f"{_ARGUMENTS}, {SCHEMA}, Tensor output, Tensor lse, Tensor statistics, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, "
     "Tensor grad_sinks)",
     _fake_backward,
+    _prepare_backward,
 )
 def backward(*arguments):
     """Launch delta, then those of dK and dV, dQ and dBias that are needed."""
-    return tuple(_gradients(None, *arguments))
+    return _gradients(None, *arguments)
 
 
 def _gradients(grads, grad_output, grad_lse, query, key, value, *rest):
-    *fields, output, lse, statistics, needs = rest
-    saved = output, lse, statistics, tuple(needs)
-    attention = unpack(fields)
-    if attention.mask_spans is not None:
-        attention = _visiting(query, key, value, attention)
-    return _run_backward(grads, grad_output, grad_lse, *saved, query, key, value, attention)
+    """Return the plan of a backward, which returns [dq, dk, dv, dbias, dsinks]; those not needed
+    are empty. If `grads` is not None, dq, dk and dv are written into tensors like these, which the
+    plan takes as `grads`.
+    """
+    *fields, output, _, _, needs = rest
+    of_call = grad_output, grad_lse, output, tuple(needs), query, key, value, unpack(fields)
+    plan = BackwardPlan(*of_call, grads)
+
+    def run(grad_output, grad_lse, query, key, value, *tensors, grads=None):
+        *options, output, lse, statistics = tensors
+        saved = output, lse, statistics
+        with on_device(query):
+            given = grad_output, grad_lse, *saved, query, key, value, Options(*options)
+            return plan.run(*given, grads)
+
+    return run
 
 
 # ------------------------------------------------------------------------------------------ packed
@@ -204,17 +216,28 @@ def _packed_outputs(output: Tensor, lse: Tensor, statistics: Tensor) -> tuple[Te
     return _tokens_first(output), lse.squeeze(0), statistics
 
 
+def _prepare_packed(query, key, value, *rest):
+    return *map(unit_stride, (query, key, value)), *rest
+
+
 @register(
     f"packed_attention({_ARGUMENTS}, {PACKED_SCHEMA}, bool return_lse) "
     "-> (Tensor output, Tensor lse, Tensor statistics)",
     _fake_packed,
+    _prepare_packed,
 )
 def packed_forward(query, key, value, *rest):
     """Launch the forward over a packed batch. Returns (output [Tq, H, DV], lse [H, Tq], statistics
     [H, Tq, 2] or [0]), whatever `return_lse` is.
     """
-    inputs = map(_heads_first, (query, key, value))
-    return _packed_outputs(*_run_forward(*inputs, unpack(rest[:-1])))
+    forward = _runs_forward(
+        _forward_plan(*map(_heads_first, (query, key, value)), unpack(rest[:-1]))
+    )
+
+    def run(query, key, value, *tensors):
+        return _packed_outputs(*forward(*map(_heads_first, (query, key, value)), *tensors))
+
+    return run
 
 
 def _fake_packed_backward(grad_output, grad_lse, query, key, value, *rest):
@@ -223,28 +246,55 @@ def _fake_packed_backward(grad_output, grad_lse, query, key, value, *rest):
     return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads)
 
 
+def _prepare_packed_backward(grad_output, grad_lse, query, key, value, *rest):
+    *fields, output, lse, statistics, needs = rest
+    grad_output, output = map(unit_stride, (grad_output, output))
+    grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
+    given = *_prepare_packed(query, key, value, *fields), output
+    return grad_output, grad_lse, *given, lse.contiguous(), statistics.contiguous(), needs
+
+
 @register(
     "packed_attention_backward(Tensor grad_output, Tensor? grad_lse, "
     f"{_ARGUMENTS}, {PACKED_SCHEMA}, Tensor output, Tensor lse, Tensor statistics, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, "
     "Tensor grad_sinks)",
     _fake_packed_backward,
+    _prepare_packed_backward,
 )
 def packed_backward(*arguments):
     """Launch delta, then those of dK and dV, and dQ that are needed, for a packed batch."""
-    grads = _packed_gradients(None, *arguments)
-    return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads)
+    plan = _packed_gradients(None, *arguments)
+
+    def run(*tensors):
+        return tuple([_tokens_first(x) if x.dim() == 4 else x for x in plan(*tensors)])
+
+    return run
 
 
-def _packed_gradients(grads, grad_output, grad_lse, query, key, value, *rest):
-    *fields, output, lse, statistics, needs = rest
-    inputs = map(_heads_first, (query, key, value))
-    grad_output, output, lse = _heads_first(grad_output), _heads_first(output), lse.unsqueeze(0)
+def _as_batch(grad_output, grad_lse, query, key, value, *rest):
+    """Return the tensors of a packed backward as those of one sequence; the last three of the rest
+    are those that the forward saved.
+    """
+    *others, output, lse, statistics = rest
+    given = [_heads_first(x) for x in (grad_output, query, key, value, output)]
+    lse = lse.unsqueeze(0)
     grad_lse = None if grad_lse is None else grad_lse.unsqueeze(0)
     statistics = statistics.unsqueeze(0) if statistics.dim() == 3 else statistics
-    saved = output, lse, statistics, tuple(needs)
+    return given[0], grad_lse, *given[1:4], *others, given[4], lse, statistics
+
+
+def _packed_gradients(grads, *arguments):
+    """Return `_gradients` of a packed batch: of tensors [tokens, heads, width]."""
+    *given, needs = arguments
     grads = None if grads is None else tuple(map(_heads_first, grads))
-    return _run_backward(grads, grad_output, grad_lse, *saved, *inputs, unpack(fields))
+    plan = _gradients(grads, *_as_batch(*given), needs)
+
+    def run(*tensors, grads=None):
+        grads = None if grads is None else tuple(map(_heads_first, grads))
+        return plan(*_as_batch(*tensors), grads=grads)
+
+    return run
 
 
 # ------------------------------------------------------------------------------------------- joint
@@ -264,16 +314,39 @@ _GRADIENTS = (
 )
 
 
-def _joint_forward(rotate, attend):
-    """Return the forward, given those of the rotation and of attention, or their fakes."""
+def _fake_joint(attend):
+    """Return the fake of a joint forward, given that of attention."""
 
-    def forward(projected, memory, heads, order, cos, sin, *rest):
-        rotation, rest = rest[:4], rest[4:]
+    def fake(projected, memory, heads, order, cos, sin, *rest):
         query, key, value = parts(projected, memory, heads, order)
         rotated = [projected.new_empty(0) for _ in range(2)]
         if cos is not None:
-            query, key = rotated = rotate(query, key, cos, sin, *rotation)
-        return (*attend(query, key, value, *rest), *rotated)
+            query, key = rotated = rotary.fake(query, key)
+        return (*attend(query, key, value, *rest[4:]), *rotated)
+
+    return fake
+
+
+def _joint_forward(attend):
+    """Return the forward, given that of attention."""
+
+    def forward(projected, memory, heads, order, cos, sin, *rest):
+        query, key, value = parts(projected, memory, heads, order)
+        rotation = None
+        if cos is not None:
+            rotation = rotary.forward.plan(query, key, cos, sin, *rest[:4])
+            query, key = rotary.fake(query, key)
+        plan = attend.plan(query, key, value, *rest[4:])
+
+        def run(projected, memory, cos, sin, query_norm, key_norm, *tensors):
+            query, key, value = parts(projected, memory, heads, order)
+            if rotation is None:
+                rotated = projected.new_empty(0), projected.new_empty(0)
+            else:
+                query, key = rotated = rotation(query, key, cos, sin, query_norm, key_norm)
+            return (*plan(query, key, value, *tensors), *rotated)
+
+        return run
 
     return forward
 
@@ -288,38 +361,76 @@ def _fake_joint_backward(grad_output, grad_lse, projected, memory, heads, order,
     )
 
 
+def _joint_parts(projected, memory, heads, order, weights, rotated, needs):
+    """Return what the two backwards of a joint op read and write: the gradients of the projections;
+    query, key and value as attention read them, and their gradients; what the rotation read, and
+    its gradients. weights: those of the norms of the rotation. rotated: query and key, rotated.
+    """
+    joint = [x if x is None else x.new_empty(x.shape) for x in (projected, memory)]
+    dq, dk, dv = parts(*joint, heads, order)
+    query, key, value = parts(projected, memory, heads, order)
+    norms = [
+        projected.new_empty(0) if w is None or not need else torch.empty_like(w)
+        for w, need in zip(weights, needs[2:4])
+    ]
+    own, saved = (dq, dk, *norms), [None if w is None else x for x, w in zip((query, key), weights)]
+    if not rotated[0].numel():
+        return joint, (query, key, value), (dq, dk, dv), saved, own
+    return joint, (*rotated, value), (*map(torch.empty_like, rotated), dv), saved, own
+
+
 def _joint_backward(attention_gradients):
     """Return the backward, given that of attention, whose first argument is where to write."""
 
     def backward(grad_output, grad_lse, projected, memory, heads, order, cos, sin, *rest):
-        rotation, rest = rest[:4], rest[4:]
+        (interleaved, *weights, eps), rest = rest[:4], rest[4:]
         *given, rotated_query, rotated_key, needs = rest
-        sources = projected, memory
-        joint = [x if x is None else x.new_empty(x.shape) for x in sources]
-        grads = dq, dk, dv = parts(*joint, heads, order)
-        query, key, value = parts(*sources, heads, order)
-        inputs, norms = (query, key), [projected.new_empty(0) for _ in range(2)]
-        if cos is not None:
-            inputs = rotated_query, rotated_key
-            grads = [torch.empty_like(rotated_query), torch.empty_like(rotated_key), dv]
+        rotated = rotated_query, rotated_key
+        made = _joint_parts(projected, memory, heads, order, weights, rotated, needs)
+        _, inputs, grads, saved, own = made
         last = needs[memory is not None]
         wanted = [needs[0], last, last, *needs[4:]]
-        others = attention_gradients(grads, grad_output, grad_lse, *inputs, value, *given, wanted)
+        plan, rotate = (
+            attention_gradients(grads, grad_output, grad_lse, *inputs, *given, wanted),
+            None,
+        )
         if cos is not None:
-            interleaved, *weights, eps = rotation
-            saved = [x if w is not None else None for x, w in zip((query, key), weights)]
-            norms = [
-                projected.new_empty(0) if w is None or not need else torch.empty_like(w)
-                for w, need in zip(weights, needs[2:4])
+            options = interleaved, *weights, eps, [True, True, *needs[2:4]]
+            rotate = rotary.gradients(own, *grads[:2], *saved, cos, sin, *options)
+
+        def run(grad_output, grad_lse, projected, memory, cos, sin, query_norm, key_norm, *rest):
+            weights, (*given, rotated_query, rotated_key) = (query_norm, key_norm), rest
+            rotated = rotated_query, rotated_key
+            made = _joint_parts(projected, memory, heads, order, weights, rotated, needs)
+            joint, inputs, grads, saved, own = made
+            others = plan(grad_output, grad_lse, *inputs, *given, grads=grads)
+            if rotate is not None:
+                rotate(*grads[:2], *saved, cos, sin, *weights, own=own)
+            found = [
+                projected.new_empty(0) if x is None or not need else x
+                for x, need in zip(joint, needs)
             ]
-            rotation = interleaved, *weights, eps, [True, True, *needs[2:4]]
-            rotary.gradients((dq, dk, *norms), *grads[:2], *saved, cos, sin, *rotation)
-        found = [
-            projected.new_empty(0) if x is None or not need else x for x, need in zip(joint, needs)
-        ]
-        return *found, *norms, *others[3:]
+            return *found, *own[2:], *others[3:]
+
+        return run
 
     return backward
+
+
+def _prepare_joint_backward(grad_output, grad_lse, projected, memory, heads, order, *rest):
+    """Return the arguments as the kernels take them."""
+    *fields, output, lse, statistics, rotated_query, rotated_key, needs = rest[6:]
+    rotation = [unit_stride(x) if isinstance(x, Tensor) else x for x in rest[:6]]
+    projected, memory = (x if x is None else unit_stride(x) for x in (projected, memory))
+    attention = unpack(fields)
+    if attention.mask_spans is not None and attention.cu_seqlens_q is None:
+        attention = _visiting(*parts(projected, memory, heads, order), attention)
+    grad_output, output = map(unit_stride, (grad_output, output))
+    grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
+    saved = output, lse.contiguous(), statistics.contiguous()
+    rotated = [unit_stride(x) if x.numel() else x for x in (rotated_query, rotated_key)]
+    given = projected, memory, heads, order, *rotation, *pack([attention]), *saved, *rotated
+    return grad_output, grad_lse, *given, needs
 
 
 for _op, _schema, _attend, _fakes, _write in (
@@ -327,13 +438,13 @@ for _op, _schema, _attend, _fakes, _write in (
     ("packed_attention", PACKED_SCHEMA, packed_forward, _fake_packed, _packed_gradients),
 ):
     register(
-        f"joint_{_op}({_JOINT}, {_schema}, bool return_lse) -> ({_RETURNS})",
-        _joint_forward(rotary.fake, _fakes),
-    )(_joint_forward(rotary.forward, _attend))
+        f"joint_{_op}({_JOINT}, {_schema}, bool return_lse) -> ({_RETURNS})", _fake_joint(_fakes)
+    )(_joint_forward(_attend))
     register(
         f"joint_{_op}_backward(Tensor grad_output, Tensor? grad_lse, {_JOINT}, {_schema}, "
         f"{_RETURNS}, bool[] needs) -> ({_GRADIENTS})",
         _fake_joint_backward,
+        _prepare_joint_backward,
     )(_joint_backward(_write))
 
 

@@ -1,7 +1,6 @@
-"""The plan of a call of attention, and the key under which it is remembered.
+"""The plan of a call of attention: all that it launches but the pointers.
 
-A `Plan` holds all that a call launches but its pointers. Shapes, strides, dtypes and options of
-the arguments determine it, so that calls with the same `signature_of` share a plan.
+Shapes, strides, dtypes and options of the arguments determine it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer.batch_invariance import on
-from fastformer.description import Attention, other_fields, tensor_fields
+from fastformer.description import Attention
 
 from ..common import LOG2E, dropout_arguments
 from ..launch import (
     MOST_PROGRAMS,
     Launch,
-    allow_tf32,
     architecture,
     constants,
     dot_precision,
@@ -104,37 +102,9 @@ def _spans_int32(*tensors: Tensor) -> bool:
 # -------------------------------------------------------------------------- the arguments of a call
 
 
-def signature_of(
-    query: Tensor, key: Tensor, value: Tensor, attention: Attention
-) -> tuple[Any, ...]:
-    """Return the key of a plan: all that determines a `Plan`, with tensors by their layout. It is
-    most of the host time of a call: a list is faster than a generator or a call for each tensor.
-    """
-    dtype = query.dtype
-    return (
-        query.shape,
-        query.stride(),
-        key.shape,
-        key.stride(),
-        value.shape,
-        value.stride(),
-        query.data_ptr() & 15,
-        key.data_ptr() & 15,
-        value.data_ptr() & 15,
-        dtype,
-        query.device,
-        dtype is torch.float32 and allow_tf32(),
-        other_fields(attention),
-        *[
-            None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
-            for x in tensor_fields(attention)
-        ],
-    )
-
-
-def optional_inputs(query: Tensor, attention: Attention) -> tuple[Any, ...]:
-    """Return the fields of `OptionalInputs`. The query stands in for one that the call leaves out,
-    which no kernel reads.
+def optional_inputs(query: Tensor, attention: Any) -> tuple[Any, ...]:
+    """Return the fields of `OptionalInputs`, given the optional tensors of a call by name. The
+    query stands in for one that the call leaves out, which no kernel reads.
     """
     mask, bias, slopes = attention.attn_mask, attention.bias, attention.alibi_slopes
     starts, seed = attention.cu_seqlens_q, attention.dropout_seed
@@ -636,7 +606,7 @@ class BackwardPlan(Plan):
 
     def run(
         self, grad_output, grad_lse, output, lse, statistics, query, key, value, attention, grads
-    ) -> list[Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Launch the kernels. Returns [dq, dk, dv, dbias, dsinks]; gradients that are not needed
         are empty. dq, dk and dv are `grads`, unless it is None.
         """
@@ -653,7 +623,7 @@ class BackwardPlan(Plan):
             bounded = {n: x for n, x in launch.items() if isinstance(x, BoundedLaunch)}
             given |= {name: x.with_bounds(optional) for name, x in bounded.items()}
             launch = launch | {name: x.launch for name, x in bounded.items()}
-        dlse = lse if grad_lse is None else grad_lse.contiguous()
+        dlse = lse if grad_lse is None else grad_lse
         if self.short is not None:
             saved = output, lse, dlse, statistics if self.separate_max else lse
             self.short(inputs, saved, (dq, dk, dv), optional)
@@ -675,7 +645,7 @@ class BackwardPlan(Plan):
             offsets = attention.cu_seqlens_q, attention.cu_seqlens_k
             self.tail((dq, delta, delta), (dk, dv, dbias), *offsets)
         others = self.shared_gradients(query, grad_lse, lse, statistics, delta, dbias, attention)
-        return [dq, dk, dv, *others]
+        return dq, dk, dv, *others
 
     def shared_gradients(
         self, query, grad_lse, lse, statistics, delta, dbias, attention

@@ -28,13 +28,10 @@ from ..common import LOG2E
 from ..launch import (
     Launch,
     accumulator,
-    alignment,
     architecture,
     constants,
-    layouts,
     on_device,
-    plans,
-    remembered,
+    planned,
     triton_dtype,
 )
 from ..products import linear
@@ -42,6 +39,7 @@ from ..registration import register
 from .kernels import Form, exist, load_formed, offsets_of, row_of, slope_of
 from .launchers import (
     accumulate,
+    as_gradients,
     chunk_of,
     configuration,
     fake_gradients,
@@ -173,6 +171,7 @@ def divergence_kernel(
 # --------------------------------------------------------------------------------------- launchers
 
 
+@planned
 def _launch(
     student: Tensor,
     teacher: Tensor,
@@ -181,33 +180,27 @@ def _launch(
     g: Tensor | None,
     gradient: bool,
     options: tuple[bool, float | None, float],
-) -> None:
-    """Fill loss [M], and overwrite the student's logits by their gradient if it is wanted."""
-    reverse, softcap, temperature = options
-    tensors = layouts(student, teacher, mask)
-    key = "divergence", student.device, tensors, gradient, options, *map(alignment, (loss, g))
-    launch = plans.get(key)
-    if launch is None:
-        v = student.shape[1]
-        block, warps = configuration(v, architecture(student.device), 2)
-        group = group_size(max(student, teacher, key=Tensor.element_size), block)
-        case = DivergenceCase(
-            columns=block,
-            group=group,
-            reverse=reverse,
-            masked=mask is not None,
-            gradient=gradient,
-            scaled=g is not None,
-            softcap=softcap is not None,
-            scale=temperature != 1,
-            acc=triton_dtype(accumulator(student)),
-        )
-        form = Form(softcap or 0.0, 1.0 / temperature)
-        arguments: dict[str, Any] = dict(V=v, form=form, case=constants(case))
-        made = Launch(divergence_kernel, (len(student),), arguments, warps)
-        launch = remembered(key, made)
-    given = loss if mask is None else mask, loss, loss if g is None else g
-    launch(student, teacher, *given, student)
+) -> Launch:
+    """Make a launch that fills loss [M], and overwrites the student's logits by their gradient if
+    it is wanted.
+    """
+    (reverse, softcap, temperature), v = options, student.shape[1]
+    block, warps = configuration(v, architecture(student.device), 2)
+    group = group_size(max(student, teacher, key=Tensor.element_size), block)
+    case = DivergenceCase(
+        columns=block,
+        group=group,
+        reverse=reverse,
+        masked=mask is not None,
+        gradient=gradient,
+        scaled=g is not None,
+        softcap=softcap is not None,
+        scale=temperature != 1,
+        acc=triton_dtype(accumulator(student)),
+    )
+    form = Form(softcap or 0.0, 1.0 / temperature)
+    arguments: dict[str, Any] = dict(V=v, form=form, case=constants(case))
+    return Launch(divergence_kernel, (len(student),), arguments, warps)
 
 
 _OPTIONS = (
@@ -217,9 +210,9 @@ _OPTIONS = (
 )
 
 
-def _by_chunks(arguments: tuple[Any, ...], rows: Tensor, g: Any, sums: Any, wanted: Any) -> None:
+def _by_chunks(tensors: Any, options: Any, rows: Tensor, g: Any, sums: Any, wanted: Any) -> None:
     """Fill the losses of the rows, and add to the wanted gradients, chunk of tokens by chunk."""
-    input, weight, teacher, teacher_weight, bias, teacher_bias, mask, _, *options = arguments
+    input, weight, teacher, teacher_weight, bias, teacher_bias, mask = tensors
     m, n = rows.numel(), weight.shape[1]
     x, y = input.reshape(m, n), teacher.reshape(m, teacher_weight.shape[1])
     mask = None if mask is None else mask.reshape(-1).contiguous()
@@ -229,9 +222,10 @@ def _by_chunks(arguments: tuple[Any, ...], rows: Tensor, g: Any, sums: Any, want
             part = slice(first, first + chunk)
             student = linear(x[part], weight, bias)
             logits = linear(y[part], teacher_weight, teacher_bias)
-            own, of_losses = (None if z is None else z[part] for z in (mask, g))
-            given = own, rows[part], of_losses, any(wanted), tuple(options)
-            _launch(student, logits, *given)
+            own, loss, of_losses = (None if z is None else z[part] for z in (mask, rows, g))
+            launch = _launch(student, logits, own, loss, of_losses, any(wanted), options)
+            more = loss if own is None else own, loss, loss if of_losses is None else of_losses
+            launch(student, logits, *more, student)
             if any(wanted):
                 accumulate(student, x[part], weight, sums, wanted, part)
             del student, logits  # before the logits of the next chunk
@@ -259,14 +253,17 @@ def _fake(*arguments):
 )
 def forward(*arguments):
     """Return the loss, and for mean and sum the wanted gradients of the sum."""
-    *arguments, needs = arguments
-    input, weight, *_ = arguments
-    bias, mask, reduction = arguments[4], arguments[6], arguments[7]
-    rows = input.new_empty(input.shape[:-1].numel(), dtype=accumulator(input))
+    reduction, *options, needs = arguments[7:]
     wanted = [want and reduction != "none" for want in needs]
-    sums = gradients_of(input, weight, bias, wanted)
-    _by_chunks(arguments, rows, None, sums, wanted)
-    return reduced(rows, _count(mask, input, rows), input.shape[:-1], reduction), *sums
+
+    def run(*tensors):
+        input, weight, _, _, bias, _, mask = tensors
+        losses = input.new_empty(input.shape[:-1], dtype=accumulator(input))
+        sums = gradients_of(input, weight, bias, wanted)
+        _by_chunks(tensors, options, losses.view(-1), None, sums, wanted)
+        return reduced(losses, _count(mask, input, losses), reduction), *sums
+
+    return run
 
 
 @register(
@@ -277,21 +274,24 @@ def forward(*arguments):
         arguments[-1], arguments[0], arguments[1], arguments[4]
     ),
 )
-def backward(grad_loss, *arguments):
+def backward(*arguments):
     """Scale the gradients of the forward; for none, compute them."""
-    *arguments, dinput, dw, db, needs = arguments
-    input, weight, *_ = arguments
-    bias, mask, reduction = arguments[4], arguments[6], arguments[7]
-    if reduction != "none":
-        factor = grad_loss
-        if reduction == "mean":  # finite if no row counts
-            factor = factor / _count(mask, input, grad_loss).clamp(min=1)
-        sums = [x * factor if need else x for x, need in zip((dinput, dw, db), needs)]
-    else:
-        sums = gradients_of(input, weight, bias, needs)
-        g = grad_loss.reshape(-1).contiguous()
-        unit, g, _ = without_underflow(input, g)
-        _by_chunks(arguments, torch.empty_like(g), g, sums, needs)
-        sums = sums if unit is None else [x * unit for x in sums]
-    likes = zip(sums, (input, weight, bias), needs)
-    return tuple(total.to(x.dtype) if need else input.new_empty(0) for total, x, need in likes)
+    reduction, *options, _, _, _, needs = arguments[8:]
+
+    def run(grad_loss, *tensors):
+        *tensors, dinput, dw, db = tensors
+        input, weight, _, _, bias, _, mask = tensors
+        if reduction != "none":
+            factor = grad_loss
+            if reduction == "mean":  # finite if no row counts
+                factor = factor / _count(mask, input, grad_loss).clamp(min=1)
+            sums = [x * factor if need else x for x, need in zip((dinput, dw, db), needs)]
+        else:
+            sums = gradients_of(input, weight, bias, needs)
+            g = grad_loss.reshape(-1).contiguous()
+            unit, g, _ = without_underflow(input, g)
+            _by_chunks(tensors, options, torch.empty_like(g), g, sums, needs)
+            sums = sums if unit is None else [x * unit for x in sums]
+        return as_gradients(sums, (input, weight, bias), needs)
+
+    return run

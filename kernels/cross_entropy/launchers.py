@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +16,15 @@ from ..common import INTERPRETED
 from ..launch import (
     Launch,
     accumulator,
-    alignment,
     architecture,
+    as_rows,
     constants,
-    layouts,
+    dense,
     next_power_of_2,
     on_device,
-    plans,
-    remembered,
+    planned,
+    row_stride,
     triton_dtype,
-    unit_stride,
     unsupported_dtype,
 )
 from ..products import linear, matmul
@@ -85,10 +85,6 @@ class Loss(NamedTuple):
         pad = self.ignore_index
         return Labels(self.v, pad, pad, on, off, on_log, off_log, self.z_loss)
 
-    def statistics(self, like: Tensor) -> Tensor:
-        """Return room for what the backward reads of the rows of `like` [M]."""
-        return like.new_empty(like.numel(), 3 if self.entropy else 2)
-
     def block(self, kernel: str, x: Tensor, smooth: bool, ahead: bool, weighted: bool) -> Any:
         """Return the classes of a block and the warps, either measured or shipped."""
         name = named(x.dtype, rows=len(x), classes=self.v) + " smooth" * smooth + " ahead" * ahead
@@ -99,13 +95,15 @@ class Loss(NamedTuple):
         )
         return choose(x.device, tuning_key)
 
-    def launch(self, kernel: Any, x: Tensor, dx: Tensor | None, g: Any, **case: bool) -> Launch:
-        """Make the launch of a kernel for logits x [M, V]. g: the stride of the grad_losses."""
+    def launch(self, kernel: Any, x: Tensor, dx: int, g: int, **case: bool) -> Launch:
+        """Make the launch of a kernel for logits x [M, V]. dx, g: the strides of the gradients of
+        the logits and of the losses, 0 without them.
+        """
         labels = self.labels()
         flags = labels.off > 0, case["ahead"], case["weighted"]
         block, warps = self.block(kernel.fn.__name__.removesuffix("_kernel"), x, *flags)
         group = group_size(x, block)
-        strides = LossStrides(x.stride(0), g, 0 if dx is None else dx.stride(0))
+        strides = LossStrides(x.stride(0), g, dx)
         arguments: dict[str, Any] = dict(
             strides=strides,
             labels=labels,
@@ -145,12 +143,8 @@ class Loss(NamedTuple):
         given, fill it with the gradients of the sum of the losses, or of their mean. dx may be x.
         totals: what `_totals_of` returns, for a mean or with weights.
         """
-        given = layouts(x, target, dx, weight)
-        key = "loss", self, x.device, given, mean, *map(alignment, (loss, lse, totals, entropy))
-        launch = plans.get(key)
-        if launch is None:
-            case = dict(mean=mean, ahead=dx is not None, weighted=weight is not None)
-            launch = remembered(key, self.launch(loss_kernel, x, dx, 0, **case))
+        given = x, target, loss, lse, totals, dx, weight, entropy
+        launch = _loss_launch(self, given, mean)
         optional = (lse, totals), (x, dx), (lse, weight), (lse, entropy)
         launch(x, target, loss, lse, *(a if b is None else b for a, b in optional))
 
@@ -164,35 +158,48 @@ class Loss(NamedTuple):
         totals: Tensor | None = None,
         weight: Tensor | None = None,
         g_entropy: Tensor | None = None,
-        mean: bool = False,
-        ahead: bool = False,
     ) -> None:
-        """Fill dx [M, V], which may be x, from g, [M] or one number for all rows: the gradients of
-        the losses, or that of their mean; and from g_entropy [M]. ahead: dx already holds the
-        gradients for g = 1.
+        """Fill dx [M, V], which may be x, from the gradients of the losses, g [M], and of the
+        entropies, g_entropy [M].
         """
-        given = layouts(x, target, g, dx, weight)
-        key = "gradient", self, x.device, given, mean, ahead, *map(alignment, (lse, totals))
-        launch = plans.get(key)
-        if launch is None:
-            stride = g.stride(0) if g.numel() > 1 else 0
-            case = dict(mean=mean, ahead=ahead, weighted=weight is not None)
-            launch = remembered(key, self.launch(gradient_kernel, x, dx, stride, **case))
+        given = x, target, lse, g, totals, dx, weight, g_entropy
+        launch = _gradient_launch(self, given)
         optional = (lse, totals), (dx, dx), (lse, weight), (lse, g_entropy)
         launch(x, target, lse, g, *(a if b is None else b for a, b in optional))
+
+
+@planned
+def _loss_launch(loss: Loss, tensors: tuple[Any, ...], mean: bool) -> Launch:
+    """Make the launch of `Loss.loss` for tensors in the order of the kernel's pointers."""
+    x, *_, dx, weight, _ = tensors
+    case = dict(mean=mean, ahead=dx is not None, weighted=weight is not None)
+    return loss.launch(loss_kernel, x, 0 if dx is None else dx.stride(0), 0, **case)
+
+
+@planned
+def _gradient_launch(loss: Loss, tensors: tuple[Any, ...]) -> Launch:
+    """Make the launch of `Loss.gradient` for tensors in the order of the kernel's pointers."""
+    x, _, _, g, _, dx, weight, _ = tensors
+    case = dict(mean=False, ahead=False, weighted=weight is not None)
+    return loss.launch(gradient_kernel, x, dx.stride(0), _stride_of(g), **case)
+
+
+def _stride_of(g: Tensor) -> int:
+    """Return the stride of the gradients of the losses, 0 for one number."""
+    return row_stride(g, 1) if g.numel() > 1 else 0
 
 
 def _totals_of(
     target: Tensor, loss: Loss, reduction: str, weight: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the `Totals` of the rows of target [M]: [1], or [3] with weights [V]; without elements
+    """Return the `Totals` of the rows of a target: [1], or [3] with weights [V]; without elements
     if no kernel reads them.
     """
     kept = target != loss.ignore_index
     if weight is None:
         if reduction == "mean":
             return kept.sum().to(dtype)
-        return torch.empty(0, dtype=dtype, device=target.device)
+        return target.new_empty_strided((0,), (1,), dtype=dtype)
     of_targets = (weight[target.where(kept, 0)] * kept).sum()
     rows, pad, one = kept.sum(), loss.labels().pad, torch.ones_like(of_targets)
     z_factor = of_targets / rows.clamp(min=1) if reduction == "mean" else one
@@ -202,12 +209,13 @@ def _totals_of(
     return torch.stack([of_targets, z_factor, smoothed])
 
 
-def reduced(loss: Tensor, totals: Tensor, shape: Any, reduction: str) -> Tensor:
+def reduced(losses: Tensor, totals: Tensor, reduction: str) -> Tensor:
+    """Return the losses, or their sum, or their mean."""
     if reduction == "none":
-        return loss.view(shape)
-    total = loss.sum()
+        return losses
+    total = losses.sum()
     # 0 / 0 if every target is ignored: nan, as in torch
-    return total if reduction == "sum" else total / totals.view(-1)[0]
+    return total if reduction == "sum" else total / (totals[0] if totals.dim() else totals)
 
 
 def supports(*tensors: Tensor, **named: Any) -> str | None:
@@ -231,16 +239,16 @@ def _may_write_ahead(logits: Tensor, reduction: str, entropy: bool) -> bool:
     return reduction == "mean" and not entropy and logits.dtype != torch.float16
 
 
-def _loss_of(v: int, options: tuple[Any, ...]) -> tuple[Loss, str, Tensor | None]:
-    """Return the loss that the options of an op ask for, its reduction, and the weights [V]."""
-    reduction, ignore_index, amount, kind, weight, *more = options
-    return Loss(v, ignore_index, amount, kind, *more), reduction, weight
+def _loss_of(v: int, options: Sequence[Any]) -> tuple[Loss, str]:
+    """Return the loss that the options of an op ask for, and its reduction."""
+    reduction, ignore_index, amount, kind, _, *more = options
+    return Loss(v, ignore_index, amount, kind, *more), reduction
 
 
-def _as_read(target: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Any:
-    """Return target as [M] and the weights in the dtype of the sums, both contiguous."""
-    weight = None if weight is None else weight.to(dtype).contiguous()
-    return target.reshape(-1).contiguous(), weight
+def _as_read(dtype: torch.dtype, target: Tensor, *options: Any) -> tuple[Any, ...]:
+    """Return the target and the options, with the weights in the dtype of the sums: contiguous."""
+    weight = options[4] if options[4] is None else options[4].to(dtype).contiguous()
+    return target.contiguous(), *options[:4], weight, *options[5:]
 
 
 def _fake_statistics(x, target, options) -> tuple[Tensor, ...]:
@@ -259,10 +267,16 @@ def _fake(logits, target, *options):
     )
 
 
+def _prepare(logits, target, *options):
+    given = _as_read(accumulator(logits), target, *options)
+    return as_rows(logits, logits.shape[-1]), *given
+
+
 @register(
     f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}, bool ahead) "
     "-> (Tensor loss, Tensor entropy, Tensor lse, Tensor totals, Tensor gradient)",
     _fake,
+    _prepare,
 )
 def forward(logits, target, *options):
     """Launch the forward: (loss, entropy, lse, totals, gradient). With `ahead`, the same launch
@@ -270,19 +284,26 @@ def forward(logits, target, *options):
     """
     *options, ahead = options
     v, dtype = logits.shape[-1], accumulator(logits)
-    loss, reduction, weight = _loss_of(v, options)
-    x = unit_stride(logits.reshape(-1, v))
-    flat, weight = _as_read(target, weight, dtype)
-    rows = logits.new_empty(len(x), dtype=dtype)
-    lse = loss.statistics(rows)
-    entropy = rows.new_empty(target.shape if loss.entropy else 0)
-    totals = _totals_of(flat, loss, reduction, weight, dtype)
+    loss, reduction = _loss_of(v, options)
     ahead = ahead and _may_write_ahead(logits, reduction, loss.entropy)
-    gradient = logits.new_empty(logits.shape if ahead else 0)
-    with on_device(logits):
-        more = gradient.view(-1, v) if ahead else None, weight, entropy if loss.entropy else None
-        loss.loss(x, flat, rows, lse, totals, *more, reduction == "mean")
-    return reduced(rows, totals, target.shape, reduction), entropy, lse, totals, gradient
+    case = dict(mean=reduction == "mean", ahead=ahead, weighted=options[4] is not None)
+    launch = loss.launch(loss_kernel, logits.view(-1, v), v if ahead else 0, 0, **case)
+    rows, statistics = dense(target.shape), dense((target.numel(), 3 if loss.entropy else 2))
+    entropies = rows if loss.entropy else dense((0,))
+    of_logits = dense(logits.shape if ahead else (0,))
+
+    def run(logits, target, weight):
+        losses = logits.new_empty_strided(*rows, dtype=dtype)
+        lse = logits.new_empty_strided(*statistics, dtype=dtype)
+        entropy = logits.new_empty_strided(*entropies, dtype=dtype)
+        gradient = logits.new_empty_strided(*of_logits)
+        totals = _totals_of(target, loss, reduction, weight, dtype)
+        more = gradient if ahead else logits, lse if weight is None else weight
+        with on_device(logits):
+            launch(logits, target, losses, lse, totals, *more, entropy if loss.entropy else lse)
+        return reduced(losses, totals, reduction), entropy, lse, totals, gradient
+
+    return run
 
 
 def _fake_backward(grad_loss, grad_entropy, logits, *_):
@@ -295,36 +316,62 @@ _BACKWARD = (
 )
 
 
+def _prepare_backward(grad_loss, grad_entropy, logits, *rest):
+    dtype = accumulator(logits)
+    grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+    x = as_rows(logits, logits.shape[-1])
+    *rest, lse, totals, last = rest
+    given = as_rows(grad_loss.to(dtype), 1), grad_entropy, x, *_as_read(dtype, *rest)
+    return *given, lse.contiguous(), totals.contiguous(), last
+
+
 @register(
-    f"cross_entropy_backward({_BACKWARD}, bool[] needs) -> (Tensor grad_logits)", _fake_backward
+    f"cross_entropy_backward({_BACKWARD}, bool[] needs) -> (Tensor grad_logits)",
+    _fake_backward,
+    _prepare_backward,
 )
 def backward(*arguments):
     """Launch the backward, which reads the logits once."""
-    logits = arguments[2]
-    dx = logits.new_empty(logits.shape)
-    _run_backward(*arguments[:-1], dx, False)
-    return dx
+    shape = arguments[2].shape
+    like, fill = dense(shape), _fill(arguments, shape[-1], False)
+
+    def run(*tensors):
+        dx = tensors[2].new_empty_strided(*like)
+        fill(*tensors, dx)
+        return dx
+
+    return run
 
 
-@register(f"cross_entropy_backward_({_BACKWARD}, Tensor(a!) gradient) -> ()", lambda *_: None)
+@register(
+    f"cross_entropy_backward_({_BACKWARD}, Tensor(a!) gradient) -> ()",
+    lambda *_: None,
+    _prepare_backward,
+)
 def backward_in_place(*arguments):
     """Launch a pass over the logits that replaces the gradient for grad_loss = 1 by the one for
     `grad_loss`. If that is 1, the pass ends at once: the device decides, so that the host does not
     wait.
     """
-    _run_backward(*arguments, True)
+    return _fill(arguments, row_stride(arguments[-1], arguments[2].shape[-1]), True)
 
 
-def _run_backward(grad_loss, grad_entropy, logits, target, *rest):
-    *options, lse, totals, dx, ahead = rest
+def _fill(arguments, stride, ahead):
+    """Return a function that fills the gradient of the logits, whose rows are `stride` apart."""
+    grad_loss, _, logits, _, *options, _, _, _ = arguments
     v = logits.shape[-1]
-    loss, reduction, weight = _loss_of(v, options)
-    x = unit_stride(logits.reshape(-1, v))
-    flat, weight = _as_read(target, weight, lse.dtype)
-    g = grad_loss.reshape(-1).to(lse.dtype)
-    with on_device(logits):
-        more = totals, weight, _of_entropy(loss, grad_entropy, lse)
-        loss.gradient(x, flat, lse, g, dx.view(-1, v), *more, reduction == "mean", ahead)
+    loss, reduction = _loss_of(v, options)
+    case = dict(mean=reduction == "mean", ahead=ahead, weighted=options[4] is not None)
+    x, g = logits.view(-1, v), _stride_of(grad_loss)
+    launch = loss.launch(gradient_kernel, x, stride, g, **case)
+
+    def run(g, g_entropy, logits, target, weight, lse, totals, dx):
+        g_entropy = _of_entropy(loss, g_entropy, lse)
+        more = lse if weight is None else weight, lse if g_entropy is None else g_entropy
+        with on_device(logits):
+            launch(logits, target, lse, g, totals, dx, *more)
+
+    return run
 
 
 def _of_entropy(loss: Loss, grad_entropy: Tensor | None, lse: Tensor) -> Tensor | None:
@@ -341,14 +388,15 @@ def _of_entropy(loss: Loss, grad_entropy: Tensor | None, lse: Tensor) -> Tensor 
 
 def chunk_of(x: Tensor, v: int) -> int:
     """Return how many rows of logits are held at a time, for x [M, N] and V classes."""
-    key = "linear_cross_entropy chunk", x.device, x.dtype, x.shape, v, CHUNK
-    chunk = plans.get(key)
-    if chunk is None:
-        name = named(x.dtype, rows=len(x), features=x.shape[1], classes=v)
-        tuning_key = TuningKey(key[0], name, (CHUNK,), lambda: [(rows,) for rows in CHUNKS])
-        [chunk] = choose(x.device, tuning_key)
-        remembered(key, chunk)
-    return chunk
+    return _chunk_of(x, v, CHUNK)
+
+
+@planned
+def _chunk_of(x: Tensor, v: int, shipped: int) -> int:
+    name = named(x.dtype, rows=len(x), features=x.shape[1], classes=v)
+    options = [(rows,) for rows in CHUNKS]
+    key = TuningKey("linear_cross_entropy chunk", name, (shipped,), lambda: options)
+    return choose(x.device, key)[0]
 
 
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -399,11 +447,17 @@ _LINEAR = (
 )
 
 
+def _prepare_linear(input, linear_weight, target, linear_bias, *options):
+    target, *options = _as_read(accumulator(input), target, *options)
+    return input, linear_weight, target, linear_bias, *options
+
+
 @register(
     f"linear_cross_entropy({_LINEAR}, bool[] needs) -> (Tensor loss, Tensor entropy, "
     "Tensor argmax, Tensor lse, Tensor totals, Tensor sum_input, Tensor sum_weight, "
     "Tensor sum_bias)",
     _fake_linear,
+    _prepare_linear,
 )
 def linear_forward(input, linear_weight, target, linear_bias, *rest):
     """Return loss, entropy, argmax, lse, totals, and for mean and sum the wanted gradients, chunk
@@ -411,35 +465,46 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
     """
     *options, return_argmax, needs = rest
     v, n = linear_weight.shape
-    loss, reduction, weight = _loss_of(v, options)
-    x, dtype = input.reshape(target.numel(), n), accumulator(input)
-    flat, weight = _as_read(target, weight, dtype)
-    rows = input.new_empty(len(x), dtype=dtype)
-    lse, entropy = loss.statistics(rows), torch.empty_like(rows) if loss.entropy else None
-    argmax = target.new_empty(target.shape if return_argmax else 0)
+    (loss, reduction), dtype = _loss_of(v, options), accumulator(input)
     wanted = [want and _sums_ahead(reduction, loss.entropy) for want in needs]
-    sums = gradients_of(input, linear_weight, linear_bias, wanted)
-    totals, chunk = _totals_of(flat, loss, reduction, weight, dtype), chunk_of(x, v)
-    with on_device(input):
-        for first in range(0, len(x), chunk):
-            part = slice(first, first + chunk)
-            logits = linear(x[part], linear_weight, linear_bias)
-            if return_argmax:  # before the kernel overwrites the logits
-                torch.argmax(logits, -1, out=argmax.view(-1)[part])
-            # the gradients of the sum: those of the mean would underflow in float16
-            more = totals, logits if any(wanted) else None, weight
-            of_rows = None if entropy is None else entropy[part]
-            loss.loss(logits, flat[part], rows[part], lse[part], *more, of_rows)
-            if any(wanted):
-                accumulate(logits, x[part], linear_weight, sums, wanted, part)
-            del logits, more  # before the logits of the next chunk
-    found = rows.new_empty(0) if entropy is None else entropy.view(target.shape)
-    return reduced(rows, totals, target.shape, reduction), found, argmax, lse, totals, *sums
+    m, shape = target.numel(), target.shape
+
+    def run(input, linear_weight, target, linear_bias, weight):
+        x, flat = input.reshape(m, n), target.view(-1)
+        losses = input.new_empty(shape, dtype=dtype)
+        lse = losses.new_empty(m, 3 if loss.entropy else 2)
+        entropy = losses.new_empty(shape if loss.entropy else 0)
+        argmax = target.new_empty(shape if return_argmax else 0)
+        sums = gradients_of(input, linear_weight, linear_bias, wanted)
+        totals, chunk = _totals_of(flat, loss, reduction, weight, dtype), chunk_of(x, v)
+        rows, entropies = losses.view(-1), entropy.view(-1) if loss.entropy else None
+        with on_device(input):
+            for first in range(0, m, chunk):
+                part = slice(first, first + chunk)
+                logits = linear(x[part], linear_weight, linear_bias)
+                if return_argmax:  # before the kernel overwrites the logits
+                    torch.argmax(logits, -1, out=argmax.view(-1)[part])
+                # the gradients of the sum: those of the mean would underflow in float16
+                more = totals, logits if any(wanted) else None, weight
+                of_rows = None if entropies is None else entropies[part]
+                loss.loss(logits, flat[part], rows[part], lse[part], *more, of_rows)
+                if any(wanted):
+                    accumulate(logits, x[part], linear_weight, sums, wanted, part)
+                del logits, more  # before the logits of the next chunk
+        return reduced(losses, totals, reduction), entropy, argmax, lse, totals, *sums
+
+    return run
 
 
 def fake_gradients(needs, *inputs):
     none = inputs[0].new_empty(0)
     return tuple(x.new_empty(x.shape) if need else none.clone() for need, x in zip(needs, inputs))
+
+
+def as_gradients(sums, likes, needs):
+    """Return the sums in the dtypes of the inputs, without elements where they are not needed."""
+    given = zip(sums, likes, needs)
+    return tuple(x.to(y.dtype) if need else likes[0].new_empty(0) for x, y, need in given)
 
 
 def without_underflow(input: Tensor, g: Tensor, more: Tensor | None = None) -> tuple[Any, ...]:
@@ -453,6 +518,13 @@ def without_underflow(input: Tensor, g: Tensor, more: Tensor | None = None) -> t
     return unit, g / unit, None if more is None else more / unit
 
 
+def _prepare_linear_backward(grad_loss, grad_entropy, *rest):
+    *rest, lse, totals, sum_input, sum_weight, sum_bias, needs = rest
+    sums = sum_input, sum_weight, sum_bias
+    given = grad_loss, grad_entropy, *_prepare_linear(*rest)
+    return *given, lse.contiguous(), totals.contiguous(), *sums, needs
+
+
 @register(
     f"linear_cross_entropy_backward(Tensor grad_loss, Tensor? grad_entropy, {_LINEAR}, Tensor lse, "
     "Tensor totals, Tensor sum_input, Tensor sum_weight, Tensor sum_bias, bool[] needs) "
@@ -460,35 +532,50 @@ def without_underflow(input: Tensor, g: Tensor, more: Tensor | None = None) -> t
     lambda _, __, input, linear_weight, target, linear_bias, *rest: fake_gradients(
         rest[-1], input, linear_weight, linear_bias
     ),
+    _prepare_linear_backward,
 )
 def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linear_bias, *rest):
     """Scale the gradients of the forward by grad_loss, and for mean by 1 / divisor. For none, and
     with entropies, compute them one chunk of tokens at a time.
     """
-    *options, _, lse, totals, dinput, dw, db, needs = rest
+    *options, _, _, _, _, _, _, needs = rest
     v, n = linear_weight.shape
-    loss, reduction, weight = _loss_of(v, options)
-    factor = grad_loss
-    if reduction == "mean":  # finite if every target is ignored
-        divisor = totals.view(-1)[0]
-        factor = factor / divisor.where(divisor != 0, 1)
-    if _sums_ahead(reduction, loss.entropy):
-        sums = [x * factor if need else x for x, need in zip((dinput, dw, db), needs)]
-    else:
-        x = input.reshape(target.numel(), n)
-        flat, weight = _as_read(target, weight, lse.dtype)
-        g = factor.expand(target.shape).reshape(-1).contiguous()
-        unit, g, g_entropy = without_underflow(input, g, _of_entropy(loss, grad_entropy, lse))
-        sums, chunk = gradients_of(input, linear_weight, linear_bias, needs), chunk_of(x, v)
-        with on_device(input):
-            for first in range(0, len(x), chunk):
-                part = slice(first, first + chunk)
-                logits = linear(x[part], linear_weight, linear_bias)
-                of_rows = None if g_entropy is None else g_entropy[part]
-                more = logits, totals, weight, of_rows
-                loss.gradient(logits, flat[part], lse[part], g[part], *more)
-                accumulate(logits, x[part], linear_weight, sums, needs, part)
-                del logits, more
-        sums = sums if unit is None else [x * unit for x in sums]
-    likes = zip(sums, (input, linear_weight, linear_bias), needs)
-    return tuple(total.to(x.dtype) if need else input.new_empty(0) for total, x, need in likes)
+    loss, reduction = _loss_of(v, options)
+    m, shape = target.numel(), target.shape
+
+    def run(
+        grad_loss,
+        grad_entropy,
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        lse,
+        totals,
+        *sums,
+    ):
+        factor = grad_loss
+        if reduction == "mean":  # finite if every target is ignored
+            divisor = totals.view(-1)[0]
+            factor = factor / divisor.where(divisor != 0, 1)
+        if _sums_ahead(reduction, loss.entropy):
+            sums = [x * factor if need else x for x, need in zip(sums, needs)]
+        else:
+            x, flat = input.reshape(m, n), target.view(-1)
+            g = factor.expand(shape).reshape(-1).contiguous()
+            unit, g, g_entropy = without_underflow(input, g, _of_entropy(loss, grad_entropy, lse))
+            sums, chunk = gradients_of(input, linear_weight, linear_bias, needs), chunk_of(x, v)
+            with on_device(input):
+                for first in range(0, m, chunk):
+                    part = slice(first, first + chunk)
+                    logits = linear(x[part], linear_weight, linear_bias)
+                    of_rows = None if g_entropy is None else g_entropy[part]
+                    more = logits, totals, weight, of_rows
+                    loss.gradient(logits, flat[part], lse[part], g[part], *more)
+                    accumulate(logits, x[part], linear_weight, sums, needs, part)
+                    del logits, more
+            sums = sums if unit is None else [x * unit for x in sums]
+        return as_gradients(sums, (input, linear_weight, linear_bias), needs)
+
+    return run

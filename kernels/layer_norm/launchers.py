@@ -14,22 +14,18 @@ from ..common import Size, dropout_arguments
 from ..launch import (
     Launch,
     accumulator,
-    alignment,
     architecture,
     as_rows,
     constants,
     dense,
-    layouts,
     next_power_of_2,
     on_device,
-    plans,
-    remembered,
     row_stride,
     triton_dtype,
     unsupported_dtype,
 )
-from ..partial_sums import add_up
-from ..registration import register
+from ..partial_sums import sums_launch
+from ..registration import adapted, register
 from ..tuned import TuningKey, choose, flags, named
 from .kernels import (
     BackwardCase,
@@ -109,7 +105,7 @@ def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> NormTiles:
     return choose(x.device, TuningKey(f"layer_norm {kernel}", name, shipped, options))
 
 
-class _Forward:
+class Forward:
     """The launch of a forward, and the layouts of its outputs."""
 
     def __init__(
@@ -121,9 +117,12 @@ class _Forward:
         input_bias: Tensor | None,
         options: Options,
     ) -> None:
-        n = options.n
-        rows, self.dtype = x.numel() // n, accumulator(x)
-        self.like, self.statistics = dense(x.shape), dense([rows])
+        n, self.rms = options.n, options.rms
+        rows, self.dtype = x.numel() // max(1, n), accumulator(x)
+        self.like, self.statistics = dense(x.shape), dense([rows if n else 0])
+        self.launch: Launch | None = None
+        if x.numel() == 0:  # also if n is 0
+            return
         case = ForwardCase(
             one=True,
             unbiased=options.unbiased,
@@ -150,43 +149,32 @@ class _Forward:
         grid = (triton.cdiv(rows, tiles.rows),)
         self.launch = Launch(forward_kernel, grid, arguments, tiles.warps, groups=GROUPS)
 
-
-def _run_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-    input_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, s (x without a residual), mean [M] and r [M]. RMSNorm returns r for the mean."""
-    if x.numel() == 0:  # also if n is 0
-        mean = x.new_empty(0, dtype=accumulator(x))
-        return x.new_empty(x.shape), x.new_empty(x.shape), mean, torch.empty_like(mean)
-    tensors = layouts(x, residual, weight, bias, input_bias)
-    key = "layer_norm", options, x.device, tensors, alignment(seed)
-    plan = plans.get(key)
-    if plan is None:
-        given = x, residual, weight, bias, input_bias
-        made: list[Any] = [t if t is None else as_rows(t, options.n) for t in given[:2]]
-        made += [t if t is None else t.contiguous() for t in given[2:]]
-        if any(a is not b for a, b in zip(given, made)):
-            return _run_forward(made[0], made[1], made[2], made[3], seed, options, made[4])
-        plan = remembered(key, _Forward(*given, options))
-    y = x.new_empty_strided(*plan.like)
-    s = x if residual is None else x.new_empty_strided(*plan.like)
-    reciprocal = x.new_empty_strided(*plan.statistics, dtype=plan.dtype)
-    mean = reciprocal if options.rms else torch.empty_like(reciprocal)
-    inputs = x, x if residual is None else residual, x if input_bias is None else input_bias
-    # x stands in for each absent tensor: a kernel compiled without it never reads it.
-    w, b = x if weight is None else weight, x if bias is None else bias
-    with on_device(x):
-        plan.launch(inputs, w, b, y, s, (mean, reciprocal), x if seed is None else seed)
-    return y, s, mean, reciprocal
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        input_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return y, s (x without a residual), mean [M] and r [M], which RMSNorm also returns for
+        the mean.
+        """
+        y = x.new_empty_strided(*self.like)
+        s = x if residual is None else x.new_empty_strided(*self.like)
+        reciprocal = x.new_empty_strided(*self.statistics, dtype=self.dtype)
+        mean = reciprocal if self.rms else torch.empty_like(reciprocal)
+        if self.launch is not None:
+            # x stands in for each absent tensor: a kernel compiled without it never reads it.
+            inputs = x, x if residual is None else residual, x if input_bias is None else input_bias
+            w, b = x if weight is None else weight, x if bias is None else bias
+            with on_device(x):
+                self.launch(inputs, w, b, y, s, (mean, reciprocal), x if seed is None else seed)
+        return y, s, mean, reciprocal
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """The tensors of a backward. x: the saved sum s. grad_sum: the gradient of s, if it has one."""
 
     grad: Tensor
@@ -211,15 +199,21 @@ class Needs(NamedTuple):
 _OF_SUMS = "rms", "need_weight", "need_bias", "need_input_bias", "acc"  # fields of `BackwardCase`
 
 
-class _Backward:
+class Backward:
     """The launches: one kernel if a row fits into a tile, else one for dx and one for the sums over
     rows. Of a row wider than THREE_SUMS in one tile, the latter computes that of input_bias.
     """
 
-    def __init__(self, given: _Given, options: Options, needs: Needs) -> None:
+    def __init__(self, given: Given, options: Options, needs: Needs) -> None:
         x, n, acc = given.x, options.n, triton_dtype(given.mean.dtype)
-        self.rows_kernel: Launch | None = None
+        self.rows_kernel: Any = None
         self.weights_kernel: Launch | None = None
+        self.needs, self.like = needs, dense(x.shape)
+        self.wanted = [i for i, need in enumerate(needs[2:]) if need]  # of the parameters
+        self.add_up: Launch | None = None
+        self.runs = 0  # programs that sum over rows
+        if x.numel() == 0:
+            return
         rows = x.numel() // n
         case = BackwardCase(
             unbiased=options.unbiased,
@@ -236,8 +230,8 @@ class _Backward:
         )
         tiles = _tiles("backward", x, n, case)
         per_program = max(tiles.rows, triton.cdiv(rows, PARTIAL_SUMS))
-        runs = triton.cdiv(rows, per_program)
-        self.partial = sum(needs[2:]), runs, n
+        runs = self.runs = triton.cdiv(rows, per_program)
+        self.partial = dense((len(self.wanted), runs, n))
         size = Size(rows, n)
         tensors = x, given.grad, given.grad if given.grad_sum is None else given.grad_sum
         strides = BackwardStrides(*(row_stride(t, n) for t in tensors))
@@ -282,47 +276,50 @@ class _Backward:
                 backward_wide_weights_kernel, grid, arguments, wide.warps, groups=GROUPS
             )
 
-
-def _run_backward(
-    given: _Given, options: Options, needs: Needs, *parameters: Tensor | None
-) -> list[Tensor]:
-    """Return the gradient of the residual (of x without one), the gradient of x with a residual,
-    and those of the parameters: weight, bias and the bias of x. What is not needed is empty.
-    """
-    grad, grad_sum, x, weight, seed, mean, reciprocal = given
-    dx = x.new_empty(x.shape if needs.x else 0)
-    dinput = x.new_empty(x.shape if needs.x and needs.residual else 0)
-    wanted = needs[2:]
-    results = [_or_nothing(need, like, x) for need, like in zip(wanted, parameters)]
-    if x.numel() == 0:
-        return [dx, dinput, *(t.zero_() for t in results)]
-    tensors = layouts(grad, grad_sum, x, weight, mean, reciprocal)
-    key = "layer_norm backward", options, needs, x.device, tensors, alignment(seed)
-    plan = plans.get(key)
-    if plan is None:
-        made: Any = (
-            *(t if t is None else as_rows(t, options.n) for t in given[:3]),
-            *(t if t is None else t.contiguous() for t in given[3:]),
-        )
-        if any(a is not b for a, b in zip(given, made)):
-            return _run_backward(_Given(*made), options, needs, *parameters)
-        plan = remembered(key, _Backward(given, options, needs))
-    partial, statistics = mean.new_empty(plan.partial), (mean, reciprocal)
-    parts = iter(partial.unbind())
-    sums = tuple([next(parts) if need else mean for need in wanted])
-    gradients = grad if grad_sum is None else grad_sum, dx, dinput
-    read = x, x if weight is None else weight, grad
-    seed = x if seed is None else seed
-    with on_device(x):
-        if plan.one:
-            plan.rows_kernel(*read, gradients, sums, statistics, seed)
-        elif needs.x:
-            plan.rows_kernel(*read, gradients, statistics, seed)
-        if plan.weights_kernel is not None:
-            plan.weights_kernel(x, grad, dinput if needs.input_bias else x, sums, statistics)
-        if any(wanted):
-            add_up(partial, [t for t, need in zip(results, wanted) if need])
-    return [dx, dinput, *results]
+    def __call__(
+        self,
+        grad: Tensor,
+        grad_sum: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        seed: Tensor | None,
+        mean: Tensor,
+        reciprocal: Tensor,
+        *parameters: Tensor | None,
+    ) -> list[Tensor]:
+        """Return the gradient of the residual (of x without one), the gradient of x with a
+        residual, and those of the parameters: weight, bias and the bias of x. What is not needed is
+        empty.
+        """
+        needs, none = self.needs, x.new_empty_strided((0,), (1,))
+        dx = x.new_empty_strided(*self.like) if needs.x else none
+        dinput = x.new_empty_strided(*self.like) if needs.x and needs.residual else none
+        made = zip(needs[2:], parameters)
+        results = [torch.empty_like(p) if need and p is not None else none for need, p in made]
+        if not self.runs:
+            return [dx, dinput, *(t.zero_() for t in results)]
+        statistics = mean, reciprocal
+        sums: tuple[Tensor, ...] = (mean, mean, mean)
+        if self.wanted:
+            partial = mean.new_empty_strided(*self.partial)
+            parts = iter(partial.unbind())
+            sums = tuple([next(parts) if need else mean for need in needs[2:]])
+        gradients = grad if grad_sum is None else grad_sum, dx, dinput
+        read = x, x if weight is None else weight, grad
+        seed = x if seed is None else seed
+        with on_device(x):
+            if self.one:
+                self.rows_kernel(*read, gradients, sums, statistics, seed)
+            elif needs.x:
+                self.rows_kernel(*read, gradients, statistics, seed)
+            if self.weights_kernel is not None:
+                self.weights_kernel(x, grad, dinput if needs.input_bias else x, sums, statistics)
+            if self.wanted:
+                of_sums = [results[i] for i in self.wanted]
+                if self.add_up is None:
+                    self.add_up = sums_launch(partial, of_sums)
+                self.add_up(partial, (*of_sums, of_sums[0], of_sums[0])[:3])
+        return [dx, dinput, *results]
 
 
 def _or_nothing(needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
@@ -341,6 +338,20 @@ def supports(input, normalized_shape=None, weight=None, **_) -> str | None:
 # --------------------------------------------------------------------------------------- LayerNorm
 
 
+def _rows(x: Tensor | None, n: int) -> Tensor | None:
+    return x if x is None or x.numel() == 0 else as_rows(x, n)
+
+
+def _prepare(input, normalized_shape, *rest):
+    """Return the arguments of a norm with tensors as the kernels read them."""
+    parameters = (x.contiguous() if isinstance(x, Tensor) else x for x in rest)
+    return _rows(input, math.prod(normalized_shape)), normalized_shape, *parameters
+
+
+def _prepare_backward(grad, input, normalized_shape, *rest):
+    return _rows(grad, math.prod(normalized_shape)), *_prepare(input, normalized_shape, *rest)
+
+
 def _statistics(input: Tensor, normalized_shape: list[int]) -> Tensor:
     rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
     return input.new_empty(rows, dtype=accumulator(input))
@@ -356,12 +367,13 @@ def _fake(input, normalized_shape, *_):
     "bool unbiased) "
     "-> (Tensor output, Tensor mean, Tensor reciprocal)",
     _fake,
+    _prepare,
 )
 def forward(input, normalized_shape, weight, bias, eps, unbiased):
     """Launch the forward: (output, mean [M], r [M])."""
     options = Options(math.prod(normalized_shape), eps, unbiased)
-    y, _, mean, r = _run_forward(input, None, weight, bias, None, options)
-    return y, mean, r
+    plan = Forward(input, None, weight, bias, None, options)
+    return adapted(plan, (0, -1, 1, 2, -1, -1), (0, 2, 3))
 
 
 def _fake_backward(grad_output, input, normalized_shape, weight, bias, *rest):
@@ -375,15 +387,16 @@ def _fake_backward(grad_output, input, normalized_shape, weight, bias, *rest):
     "bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     _fake_backward,
+    _prepare_backward,
 )
 def backward(
     grad_output, input, normalized_shape, weight, bias, eps, unbiased, mean, reciprocal, needs
 ):
     """Launch the kernels of dx and of the partial weight gradients, and add up the partial sums."""
     options = Options(math.prod(normalized_shape), eps, unbiased)
-    given = _Given(grad_output, None, input, weight, None, mean, reciprocal)
-    dx, _, *rest = _run_backward(given, options, Needs(False, *needs), weight, bias)
-    return dx, *rest
+    given = Given(grad_output, None, input, weight, None, mean, reciprocal)
+    plan = Backward(given, options, Needs(False, *needs))
+    return adapted(plan, (0, -1, 1, 2, -1, 4, 5, 2, 3), (0, 2, 3))
 
 
 # ----------------------------------------------------------------------------------------- RMSNorm
@@ -393,12 +406,13 @@ def backward(
     "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps) "
     "-> (Tensor output, Tensor reciprocal)",
     lambda *given: _fake(*given)[:2],
+    _prepare,
 )
 def rms_forward(input, normalized_shape, weight, eps):
     """Launch the forward: (output, r [M])."""
     options = Options(math.prod(normalized_shape), eps, rms=True)
-    y, _, _, r = _run_forward(input, None, weight, None, None, options)
-    return y, r
+    plan = Forward(input, None, weight, None, None, options)
+    return adapted(plan, (0, -1, 1, -1, -1, -1), (0, 3))
 
 
 def _fake_rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
@@ -410,19 +424,32 @@ def _fake_rms_backward(grad_output, input, normalized_shape, weight, eps, recipr
     "Tensor? weight, float eps, Tensor reciprocal, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_weight)",
     _fake_rms_backward,
+    _prepare_backward,
 )
 def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
     """Launch as `backward` does. r is passed for the mean, which no kernel reads."""
     options = Options(math.prod(normalized_shape), eps, rms=True)
-    given = _Given(grad_output, None, input, weight, None, reciprocal, reciprocal)
-    dx, _, dweight = _run_backward(given, options, Needs(False, *needs), weight)
-    return dx, dweight
+    given = Given(grad_output, None, input, weight, None, reciprocal, reciprocal)
+    plan = Backward(given, options, Needs(False, *needs))
+    return adapted(plan, (0, -1, 1, 2, -1, 3, 3, 2), (0, 2))
 
 
 # ------------------------------------------------------------------------ residual, dropout, norm
 
 _REST = "Tensor? dropout_seed, Tensor? input_bias"
 _ARGUMENTS = f"float dropout_p, float eps, bool unbiased, {_REST}"
+
+
+def _prepare_add(input, residual, *rest):
+    n = rest[0].numel()
+    parameters = (x.contiguous() if isinstance(x, Tensor) else x for x in rest)
+    return _rows(input, n), _rows(residual, n), *parameters
+
+
+def _prepare_add_backward(grad_normalized, grad_residual_out, weight, *rest):
+    n = weight.numel()
+    given = (x if not isinstance(x, Tensor) else x.contiguous() for x in (weight, *rest))
+    return _rows(grad_normalized, n), _rows(grad_residual_out, n), *given
 
 
 def _fake_add(input, residual, weight, *_):
@@ -435,11 +462,12 @@ def _fake_add(input, residual, weight, *_):
     f"{_ARGUMENTS}) "
     "-> (Tensor normalized, Tensor residual_out, Tensor mean, Tensor reciprocal)",
     _fake_add,
+    _prepare_add,
 )
 def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed, input_bias):
     """Launch the forward: (normalized, residual_out, mean [M], r [M])."""
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
-    return _run_forward(input, residual, weight, bias, dropout_seed, options, input_bias)
+    return Forward(input, residual, weight, bias, input_bias, options)
 
 
 def _gradients(needs, residual_out, *parameters):
@@ -461,18 +489,18 @@ def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
     "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias, "
     "Tensor grad_input_bias)",
     _fake_add_backward,
+    _prepare_add_backward,
 )
 def add_backward(
     grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, seed, *rest
 ):
     """Launch one pass for all gradients, and add up the partial sums of the parameters'."""
-    input_bias, residual_out, mean, reciprocal, needs = rest
+    _, residual_out, mean, reciprocal, needs = rest
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
     given = grad_normalized, grad_residual_out, residual_out, weight, seed, mean, reciprocal
     wanted = Needs(True, needs[0] or needs[1] or needs[4], *needs[2:])
-    parameters = weight, bias, input_bias
-    dx, dinput, *rest = _run_backward(_Given(*given), options, wanted, *parameters)
-    return dinput, dx, *rest
+    plan = Backward(Given(*given), options, wanted)
+    return adapted(plan, (0, 1, 6, 2, 4, 7, 8, 2, 3, 5), (1, 0, 2, 3, 4))
 
 
 @register(
@@ -480,13 +508,13 @@ def add_backward(
     f"float eps, {_REST}) "
     "-> (Tensor normalized, Tensor residual_out, Tensor reciprocal)",
     lambda *given: _fake_add(*given)[:3],
+    _prepare_add,
 )
 def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed, input_bias):
     """Launch the forward: (normalized, residual_out, r [M])."""
     options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
-    given = input, residual, weight, None, dropout_seed, options, input_bias
-    y, total, _, r = _run_forward(*given)
-    return y, total, r
+    plan = Forward(input, residual, weight, None, input_bias, options)
+    return adapted(plan, (0, 1, 2, -1, 3, 4), (0, 1, 3))
 
 
 def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
@@ -500,6 +528,7 @@ def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
     "Tensor residual_out, Tensor reciprocal, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_input_bias)",
     _fake_add_rms_backward,
+    _prepare_add_backward,
 )
 def add_rms_backward(
     grad_normalized, grad_residual_out, weight, dropout_p, eps, seed, input_bias, *rest
@@ -507,7 +536,7 @@ def add_rms_backward(
     """Launch as `add_backward` does. r is passed for the mean, which no kernel reads."""
     residual_out, r, needs = rest
     options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
-    given = _Given(grad_normalized, grad_residual_out, residual_out, weight, seed, r, r)
+    given = Given(grad_normalized, grad_residual_out, residual_out, weight, seed, r, r)
     wanted = Needs(True, needs[0] or needs[1] or needs[3], needs[2], False, needs[3])
-    dx, dinput, dweight, _, dbias = _run_backward(given, options, wanted, weight, None, input_bias)
-    return dinput, dx, dweight, dbias
+    plan = Backward(given, options, wanted)
+    return adapted(plan, (0, 1, 5, 2, 3, 6, 6, 2, -1, 4), (1, 0, 2, 4))

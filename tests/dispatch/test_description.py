@@ -52,11 +52,15 @@ def test_torch_is_given_no_option_that_it_does_not_compute():
 @pytest.mark.parametrize(
     "name", [*sorted({*VALUES} - {"mask_bits"}), "is_causal", "causal_alignment", "scale"]
 )
-def test_calls_that_differ_in_an_option_share_no_plan(name):
+def test_calls_that_differ_in_an_option_share_no_plan(monkeypatch, name):
     """Bits come with spans and lists, and no plan depends on how many there are."""
-    plan = pytest.importorskip("fastformer.kernels.attention.plan")
+    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
+    monkeypatch.setattr(launchers, "_forward_plan", lambda *_: None)
     given = VALUES | dict(is_causal=True, causal_alignment="bottom_right", scale=0.3)
     inputs = [torch.zeros(2, 4, 3, 8)] * 3
     other = PLAIN._replace(**{name: given[name]})
-    assert plan.signature_of(*inputs, PLAIN) != plan.signature_of(*inputs, other)
-    assert plan.signature_of(*inputs, other) == plan.signature_of(*inputs, other)
+    of_plain, *of_other = (
+        launchers.forward.plan(*description.pack([*inputs, attention]), False)
+        for attention in (PLAIN, other, other)
+    )
+    assert of_plain is not of_other[0] is of_other[1]

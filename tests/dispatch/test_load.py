@@ -27,7 +27,7 @@ from calls import (
 )
 
 import fastformer as ff
-from fastformer import current_backend, use_backend
+from fastformer import current_backend, plans, use_backend
 from fastformer.dispatch import autograd, backends
 from fastformer.ops import functional
 
@@ -104,15 +104,15 @@ def memory():
 
 
 def caches():
-    """Entries of all that a module of the package keeps: containers, and what functools caches."""
+    """Entries of all that a module keeps, but plans: containers, and what functools caches."""
     sizes = {}
     for module in [m for n, m in sys.modules.items() if n.split(".")[0] == "fastformer"]:
         for name, value in vars(module).items():
             if hasattr(value, "cache_info"):
                 sizes[module.__name__, name] = value.cache_info().currsize
-            elif isinstance(value, dict | list | set):
+            elif isinstance(value, dict | list | set) and not isinstance(value, plans.Plans):
                 sizes[module.__name__, name] = len(value)
-    return {name: size for name, size in sizes.items() if name[1] != "plans"}
+    return sizes
 
 
 def grown(device):
@@ -173,18 +173,17 @@ def idle(monkeypatch):
 @pytest.mark.with_all
 def test_memory_of_many_calls(backend, device, idle, monkeypatch):
     """Neither memory nor what Python holds grows with the calls; plans, which may, are few."""
-    launch = pytest.importorskip("fastformer.kernels.launch")
-    monkeypatch.setattr(launch, "MOST_PLANS", 2)
+    monkeypatch.setattr(plans, "MOST_PLANS", 2)
     size, objects = grown(device)
     assert size < LEAK / 2 and objects < 1 / 20
 
 
 @pytest.mark.skipif(HAS_GPU, reason="thousands of launches")
 def test_many_plans(device, idle, monkeypatch):
-    """They stop at a number, however many shapes there are, and take some 4 KB each."""
-    from fastformer.kernels import launch
-
-    monkeypatch.setattr(launch, "MOST_PLANS", launch.MOST_PLANS // 4)
+    """They stop at a number, however many shapes there are, and take some 5 KB each: those of calls
+    and those of launches.
+    """
+    monkeypatch.setattr(plans, "MOST_PLANS", plans.MOST_PLANS // 4)
 
     def call(queries, keys):
         q, k = (torch.empty(2, 2, n, 16, device=device) for n in (queries, keys))
@@ -197,11 +196,11 @@ def test_many_plans(device, idle, monkeypatch):
         for queries in range(1, 48):
             for keys in range(1, 49):
                 call(queries, keys)
-            most = max(most, len(launch.plans))
-            made |= {hash(key) for key in launch.plans}
-    assert len(made) > 2 * launch.MOST_PLANS > 0
-    assert most <= launch.MOST_PLANS
-    assert memory() - before < launch.MOST_PLANS * (8 << 10)
+            most = max(most, len(plans.launches))
+            made |= {hash(key) for key in plans.launches}
+    assert len(made) > 2 * plans.MOST_PLANS > 0
+    assert most <= plans.MOST_PLANS
+    assert memory() - before < 2 * plans.MOST_PLANS * (8 << 10)
 
 
 def test_reasons_of_many_calls_are_forgotten(monkeypatch):
@@ -375,7 +374,7 @@ def test_out_of_memory_in_a_step(device, name, where):
         warnings.filterwarnings("error", message="Triton")
         want = step(device)
         x = torch.ones(2, 8, device=device)
-        choice, state = ff.explain("layer_norm", x, 8), dict(vars(backends._state))
+        choice, state = ff.explain("layer_norm", x, 8), dict(vars(backends.state))
         with pytest.raises(RuntimeError) as native:
             torch.empty(TOO_MANY, 8, device=device)
         before = tensors()
@@ -386,6 +385,6 @@ def test_out_of_memory_in_a_step(device, name, where):
         assert any(inside in entry.name for entry in raised.traceback)
         del raised
         assert tensors() <= before  # another test's may be gone
-        assert vars(backends._state) == state
+        assert vars(backends.state) == state
         assert ff.explain("layer_norm", x, 8) == choice
         assert same(step(device), want)

@@ -1279,7 +1279,7 @@ def test_explain_a_model(backend, device):
         ff.explain(nn.Linear(2, 2), None)
     hooks = torch.nn.modules.module
     assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks
-    assert running.modules is None and ff.dispatch.backends._state.on_choice is None
+    assert running.modules is None and ff.dispatch.backends.state.on_choice is None
 
 
 def test_explain_beside_other_threads(device):

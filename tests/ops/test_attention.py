@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
-from fastformer import use_backend
+from fastformer import plans, use_backend
 from fastformer.description import Attention, pack
 from fastformer.ops import functional
 
@@ -556,7 +556,6 @@ def test_plans_are_told_apart(device, monkeypatch):
     attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     made, plan = [], attention.ForwardPlan
     monkeypatch.setattr(attention, "ForwardPlan", lambda *a: made.append(a) or plan(*a))
-    attention.plans.clear()
     x = qkv(b=1, h=2, sq=20, sk=32, d=16, device=device)
     bias = torch.zeros(20, 32, device=device)
     calls = [
@@ -582,7 +581,8 @@ def test_plans_are_told_apart(device, monkeypatch):
 
 def test_every_field_of_a_key(monkeypatch):
     """Each alone tells calls apart that cannot share a launch: the calls differ in one."""
-    plan = pytest.importorskip("fastformer.kernels.attention.plan")
+    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
+    monkeypatch.setattr(launchers, "_forward_plan", lambda *_: None)
     integers = torch.uint8, torch.bool, torch.int64, torch.int32, torch.int16
     memory = {dtype: torch.zeros(4096, dtype=dtype) for dtype in (*FLOATS, *integers)}
 
@@ -593,9 +593,10 @@ def test_every_field_of_a_key(monkeypatch):
             strides = [step * n // shape[-1] for n in strides[:-1]] + [1]
         return memory[dtype].as_strided(shape, strides, place)
 
-    def key(**call):
-        inputs = (call.pop(name) for name in ("query", "key", "value"))
-        return plan.signature_of(*inputs, Attention(**call))
+    def plan(**call):
+        inputs = [call.pop(name) for name in ("query", "key", "value")]
+        forward = launchers.packed_forward if "max_q" in call else launchers.forward
+        return forward.plan(*pack([*inputs, Attention(**call)]), False)
 
     names = "query", "key", "value"
     base = {name: at(0, 1, 2, 16, 8) for name in names}
@@ -651,16 +652,11 @@ def test_every_field_of_a_key(monkeypatch):
         *((padded, {name: x}, True) for name, x in tiles.items()),
         (padded | tiles | bits, {"mask_bits": at(0, 3, 256, dtype=torch.int32)}, False),
     ]
-    told = set()
     for call, change, other in changes:
-        differ = [n for n, (a, b) in enumerate(zip(key(**call), key(**call | change))) if a != b]
-        assert bool(differ) == other, change
-        told.update(differ)
-    before = key(**packed)
-    monkeypatch.setattr(plan, "allow_tf32", lambda: True)  # which a GPU's products follow
-    told.update(n for n, (a, b) in enumerate(zip(before, key(**packed))) if a != b)
-    rest = [field for n, field in enumerate(before) if n not in told]
-    assert rest in ([], [packed["key"].shape])  # which the query and the value imply
+        assert (plan(**call) is not plan(**call | change)) == other, change
+    before = plan(**packed)
+    monkeypatch.setattr(plans, "allow_tf32", lambda: True)  # which a GPU's products follow
+    assert plan(**packed) is not before
 
 
 @pytest.mark.parametrize("d, dv", [(8, 40), (40, 8)])
@@ -677,7 +673,7 @@ def test_tiles_are_those_of_the_wider_head(device, monkeypatch, d, dv):
 
 def test_every_field_of_a_key_of_the_backward(device):
     """Gradients of other strides, of lse or not, and of other inputs, one after the other."""
-    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
+    pytest.importorskip("triton")
     x = qkv(b=1, h=2, sq=16, sk=16, d=8, device=device)
     gradients = torch.randn(2, 1, 16, 2, 12, device=device)
     given = [gradients[0, ..., n : n + 8].transpose(1, 2) for n in (0, 1)]
@@ -686,16 +682,16 @@ def test_every_field_of_a_key_of_the_backward(device):
     found = {False: [], True: []}  # by whether each call has a fresh plan
     with use_backend("triton"):
         for fresh in found:
-            attention.plans.clear()
+            plans.forget()
             for g, of_lse, wanted in itertools.product(given, lse, (["query"], ["key", "value"])):
                 if fresh:
-                    attention.plans.clear()
+                    plans.forget()
                 leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in x.items()}
                 both, cotangents = attend(**leaves, return_lse=True), (g, of_lse(g))
                 count = 1 if cotangents[1] is None else 2
                 wanting = [leaves[n] for n in wanted]
                 found[fresh] += torch.autograd.grad(both[:count], wanting, cotangents[:count])
-    assert len(attention.plans) == 2  # of the last call
+    assert len(plans.launches) == 3  # of the last call, whose gradient of lse is copied first
     assert all(map(torch.equal, *found.values()))
 
 
@@ -718,7 +714,6 @@ def test_saved_tensors_that_have_moved(backend, device, monkeypatch):
     attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     made, plan = [], attention.BackwardPlan
     monkeypatch.setattr(attention, "BackwardPlan", lambda *a: made.append(a) or plan(*a))
-    attention.plans.clear()
     x = qkv(b=1, h=2, sq=20, sk=32, d=16, dv=8, device=device)
     x = {name: t.requires_grad_() for name, t in x.items()}
     bias = torch.randn(20, 32, device=device)  # beside which the maximum of a row is kept as well

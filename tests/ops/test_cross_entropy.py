@@ -1,5 +1,6 @@
 """Both losses on both backends, against the formula in float64, torch's and the tutorials' loss."""
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import eager, use_backend
+from fastformer.dispatch import backends
 from fastformer.ops import functional
 from fastformer.ops.loss import reference
 
@@ -692,22 +694,27 @@ def test_a_gradient_of_one_is_written_ahead(
 
 @pytest.mark.parametrize("scale", [1.0, 0.5, -3.0, 0.0, float("nan")])
 def test_a_retained_graph_gives_every_gradient(device, scale):
-    """Though the caller changes those that it got in place, and the last one is that memory."""
+    """Though the caller changes those that it got in place, and the last one is that memory; with a
+    plan, and the long way, which an observer takes.
+    """
     x = logits(5, 37, device=device)["logits"].requires_grad_()
     target = targets(5, classes=37, device=device)
     (want,) = torch.autograd.grad(F.cross_entropy(x.double(), target), x)
-    with use_backend("triton"):
-        loss = ff.cross_entropy(x, target)
-        for factor, retain in ((1.0, True), (scale, True), (1.0, True), (scale, False)):
-            g = torch.tensor(factor, device=device)
-            (have,) = torch.autograd.grad(loss, x, g, retain_graph=retain)
-            torch.testing.assert_close(have, want * factor, equal_nan=True)
-            have.fill_(7.0)
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            torch.autograd.grad(loss, x)
-        twice = ff.cross_entropy(x, target)
-        (twice + scale * twice).backward()
-    torch.testing.assert_close(x.grad, want * (1 + scale), equal_nan=True)
+    for way in (contextlib.nullcontext(), backends.observe(lambda choice: None)):
+        x.grad = None
+        with use_backend("triton"), way:
+            torch.autograd.grad(ff.cross_entropy(x, target), x)  # whose graph is not retained
+            loss = ff.cross_entropy(x, target)
+            for factor, retain in ((1.0, True), (scale, True), (1.0, True), (scale, False)):
+                g = torch.tensor(factor, device=device)
+                (have,) = torch.autograd.grad(loss, x, g, retain_graph=retain)
+                torch.testing.assert_close(have, want * factor, equal_nan=True)
+                have.fill_(7.0)
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                torch.autograd.grad(loss, x)
+            twice = ff.cross_entropy(x, target)
+            (twice + scale * twice).backward()
+        torch.testing.assert_close(x.grad, want * (1 + scale), equal_nan=True)
 
 
 def test_changed_logits_are_refused(device):

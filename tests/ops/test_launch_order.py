@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import use_backend
+from fastformer import plans, use_backend
 
 plan = pytest.importorskip("fastformer.kernels.attention.plan")
 launch = pytest.importorskip("fastformer.kernels.launch")
@@ -92,7 +92,7 @@ def sections(monkeypatch, tiles):
     monkeypatch.setattr(plan, "bounds_pay", lambda *_: True)
 
     def sections(heads):
-        launch.plans.clear()
+        plans.forget()
         monkeypatch.setattr(plan, "l2_cache", lambda _: heads * HEAD)
         monkeypatch.setattr(plan, "MOST_PROGRAMS", 65535 if heads else 0)
 

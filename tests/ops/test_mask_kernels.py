@@ -8,7 +8,7 @@ from test_attention import clean_and_poisoned
 from test_block_mask import attend, inputs
 
 import fastformer as ff
-from fastformer import eager, use_backend
+from fastformer import eager, plans, use_backend
 
 pytest.importorskip("fastformer.kernels.attention.plan")
 
@@ -213,15 +213,13 @@ def test_hidden_values(device):
 
 def test_similar_masks_share_a_plan():
     """The lists have few lengths."""
-    from fastformer.kernels import launch
-
     x = torch.randn(1, 1, N, 16)
     masks = [ff.block_mask(PATTERNS[name]) for name in ("Longformer", "a sink and window")]
     with use_backend("triton"):
         for mask in masks:
             ff.scaled_dot_product_attention(x, x, x, mask)
     assert masks[0].slots().gt(0).sum() != masks[1].slots().gt(0).sum()
-    assert masks[0].lists.shape == masks[1].lists.shape and len(launch.plans) == 1
+    assert masks[0].lists.shape == masks[1].lists.shape and len(plans.launches) == 1
 
 
 def test_few_queries(against_oracle, work, tiles):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from fastformer import use_backend
+from fastformer import plans, use_backend
 from fastformer.ops import functional
 
 pytest.importorskip("triton")
@@ -367,7 +367,7 @@ def test_explain_names_the_kernel(device):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plan, "architecture", lambda device: arch)
             patch.setattr(short_backward, "processors", lambda device: 128)
-            launch.plans.clear()
+            plans.forget()
             return launchers.describe(*x, Attention(**given)) or ""
 
     one = "the backward is one kernel, "

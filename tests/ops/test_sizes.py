@@ -297,18 +297,22 @@ def test_feed_forward_past_int32(last_program, random):
 
     def run(rows):
         hidden = fed.forward(x.expand(rows, 4), w, b, nothing, None, "relu", 0.0, None)[1]
-        results, size, dropout = [hidden], fed.Size(rows, FEATURES), (0.0, None)
+        results, size = [hidden], fed.Size(rows, FEATURES)
+
+        def launch(kernel, tensors, strides=None):
+            fed._elementwise(kernel, size, x, "silu", 0.0, strides)(*tensors, x)
+
         dh, saved = in_the_end(rows), in_the_end(rows)
         dz, h = torch.empty_like(saved), torch.empty_like(dh)
-        fed._elementwise(fed._hidden_backward, size, (dh, saved, dz, h), "silu", dropout)
+        launch(fed._hidden_backward, (dh, saved, dz, h))
         results += [dz, h]
         saved, strides = in_the_end(rows, 2 * FEATURES), fed.GateStrides(*[2 * FEATURES] * 3)
         dz, h = torch.empty_like(saved), torch.empty_like(dh)
         tensors = dh, *saved.chunk(2, 1), *dz.chunk(2, 1), h
-        fed._elementwise(fed._gated_backward, size, tensors, "silu", dropout, strides)
+        launch(fed._gated_backward, tensors, strides)
         results += [dz, h]
         z, h = in_the_end(rows, 2 * FEATURES), torch.empty_like(hidden)
-        fed._elementwise(fed._gated, size, (*z.chunk(2, 1), h), "silu", dropout, strides)
+        launch(fed._gated, (*z.chunk(2, 1), h), strides)
         return *results, h
 
     same_in_the_end(run)
@@ -456,17 +460,17 @@ def test_partial_sums_past_int32(places, random, monkeypatch, wide):
     monkeypatch.setattr(norm, "configuration", lambda *_: tiles)
     monkeypatch.setattr(norm, "PARTIAL_SUMS", MANY)
     kernel, place = ("weights_kernel", 3) if wide else ("rows_kernel", 4)
-    former, given = norm._Backward, []
+    former, given = norm.Backward, []
 
     def made(*arguments):
         plan = former(*arguments)
-        assert plan.partial == (2, MANY, FEATURES)
-        plan.partial = plan.partial[0], 1, FEATURES  # the kernel is not told
+        assert plan.partial[0] == (2, MANY, FEATURES)
+        plan.partial = norm.dense((2, 1, FEATURES))  # the kernel is not told
         launch = getattr(plan, kernel)
         setattr(plan, kernel, lambda *x: given.append(x) or launch(*x))
         return plan
 
-    monkeypatch.setattr(norm, "_Backward", made)
+    monkeypatch.setattr(norm, "Backward", made)
     x, statistic, w = random(FEATURES).expand(MANY, FEATURES), torch.ones(MANY), random(FEATURES)
     options = [FEATURES], w, w, 1e-5, False, statistic, statistic, [not wide, True, True]
     norm.backward(x, x, *options)
@@ -476,10 +480,11 @@ def test_partial_sums_past_int32(places, random, monkeypatch, wide):
 
 
 def test_sums_of_partial_sums_past_int32(places):
-    from fastformer.kernels.partial_sums import add_up
+    from fastformer.kernels.partial_sums import sums_launch
 
     n, x = 2**30, torch.zeros(1)
-    add_up(x.expand(2, 3, n), [x.expand(n)] * 2)
+    partial, results = x.expand(2, 3, n), [x.expand(n)] * 3
+    sums_launch(partial, results[:2])(partial, tuple(results))
     ((reads, writes),) = places
     assert max(reads) == x.data_ptr() + 4 * (6 * n - 1)
     assert max(writes) == x.data_ptr() + 4 * (n - 1)

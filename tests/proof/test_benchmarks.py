@@ -414,8 +414,11 @@ def test_every_first_call():
 @pytest.mark.with_all
 @pytest.mark.skipif(stand_in.obstacle() is not None, reason=str(stand_in.obstacle()))
 def test_every_host_cost():
-    seconds = answer("-m", "benchmarks.bench_host_cost", 1, 1)
-    assert len(seconds) == 12 and all(len(samples) == 1 for samples in seconds.values())
+    found = answer("-m", "benchmarks.bench_host_cost", 1, 2)
+    assert len(found) == 14
+    for row in found.values():
+        kernels = row.pop("kernels")
+        assert kernels > 0 and all(len(us) == 2 and min(us) > 0 for us in row.values())
 
 
 # ------------------------------------------------------------------------------ the parts for a GPU

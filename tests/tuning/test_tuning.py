@@ -13,7 +13,7 @@ from tuning_worker import CPU, FORWARD, HERE, OP
 
 import fastformer as ff
 from fastformer import environment, tuning, use_backend
-from fastformer.dispatch import backends, measurements
+from fastformer.dispatch import backends, front, measurements
 from fastformer.dispatch.measurements import Entry
 from fastformer.dispatch.operation import OPERATIONS, call_name
 from fastformer.ops import examples
@@ -281,7 +281,7 @@ def on_a_gpu(monkeypatch):
             patch.setattr(backends, "_caveat", lambda device: "")
             return former(op, arguments, backend)
 
-    monkeypatch.setattr(backends, "runs_directly", lambda: False)
+    monkeypatch.setattr(front, "is_special", lambda: True)
     monkeypatch.setattr(backends, "choose_backend", choose)
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.dispatch import backends
+from fastformer.dispatch.state import is_special
 from fastformer.drop_in.replacements.base import AnySignature
 from fastformer.drop_in.replacements.sublayers import feed_forward, normalized_sum, unfit
 from fastformer.nn.stream import is_unmodified
@@ -329,7 +330,11 @@ def _torch_is_faster(x: Any = None, *others: Any) -> bool:
     makes fewer calls than the ops.
     """
     cpu = type(x) is Tensor and x.is_cpu
-    return cpu and backends.runs_directly() and backends.draws_by_torch(x.device)
+    return (
+        cpu
+        and not (torch.compiler.is_compiling() or is_special())
+        and backends.draws_by_torch(x.device)
+    )
 
 
 def _from_parts(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.dispatch import backends
+from fastformer.dispatch.state import is_special
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
     Accelerated,
@@ -234,8 +235,8 @@ def is_left_to_torch(
         and x.is_cpu
         and x.dim() == 3
         and torch.backends.mha.get_fastpath_enabled()
-        and backends.runs_directly(observed=True)
-        and not torch._C._is_tracing()
+        and not torch.compiler.is_compiling()
+        and not (backends.prefers_kernels(x) or is_special(watched=False))
         and (padding is None or (type(padding) is Tensor and _leaves_keys(padding, x)))
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -18,8 +19,10 @@ from fastformer.checks import (
     require_number,
     require_tensor,
     shape_of,
+    without_gradient,
     wrong_shape,
 )
+from fastformer.dispatch.front import check_values
 from fastformer.eager import may_read
 from fastformer.mask_tiles import BlockMask
 
@@ -198,12 +201,16 @@ def require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
     if key_lengths.shape != (query.shape[0],):
         raise wrong_shape("key_lengths", key_lengths, f"[B] = [{query.shape[0]}]")
     require_device("key_lengths", key_lengths, "query", query)
+    check_values(_require_lengths, "key_lengths", key_lengths, k_length)
+
+
+def _require_lengths(name: str, key_lengths: Tensor, k_length: int) -> None:
     if may_read(key_lengths) and key_lengths.numel():
         lengths = key_lengths.tolist()  # for a few numbers, min() of Python is faster
         low, high = min(lengths), max(lengths)
         if low < 0 or high > k_length:
             raise ValueError(
-                f"key_lengths holds {low if low < 0 else high}; "
+                f"{name} holds {low if low < 0 else high}; "
                 f"expected lengths from 0 to Sk = {k_length}"
             )
 
@@ -215,20 +222,24 @@ def require_offsets(name: str, cu: Tensor, x_name: str, x: Tensor, longest: int)
     if cu.dim() != 1 or cu.shape[0] < (2 if x.shape[0] else 1):
         raise wrong_shape(name, cu, "[B + 1], with a sequence or more if there are tokens")
     require_device(name, cu, x_name, x)
+    check_values(_require_offsets, name, cu, x_name, x.shape[0], longest)
+
+
+def _require_offsets(name: str, cu: Tensor, x_name: str, tokens: int, longest: int) -> None:
     if not may_read(cu):
         return
-    first, last, steps = int(cu[0]), int(cu[-1]), cu.diff()
-    if first != 0 or last > x.shape[0]:
+    offsets = cu.tolist()
+    steps = [after - before for before, after in itertools.pairwise(offsets)] or [0]
+    if offsets[0] != 0 or offsets[-1] > tokens:
         raise ValueError(
-            f"{name} goes from {first} to {last}; "
-            f"expected from 0 to at most the tokens of {x_name}, {x.shape[0]}"
+            f"{name} goes from {offsets[0]} to {offsets[-1]}; "
+            f"expected from 0 to at most the tokens of {x_name}, {tokens}"
         )
-    if steps.numel() and int(steps.min()) < 0:
-        raise ValueError(f"{name} decreases by {-int(steps.min())}; expected offsets in order")
-    if steps.numel() and int(steps.max()) > longest:
+    if min(steps) < 0:
+        raise ValueError(f"{name} decreases by {-min(steps)}; expected offsets in order")
+    if max(steps) > longest:
         raise ValueError(
-            f"max{name[-2:]} is {longest}; expected at least the longest sequence, "
-            f"{int(steps.max())}"
+            f"max{name[-2:]} is {longest}; expected at least the longest sequence, {max(steps)}"
         )
 
 
@@ -291,7 +302,7 @@ def checked_slopes(alibi_slopes: Tensor | None, query: Tensor, batch: int) -> Te
         )
     require_device("alibi_slopes", alibi_slopes, "query", query)
     refuse_gradients("attention", alibi_slopes=alibi_slopes)
-    return alibi_slopes.detach()
+    return without_gradient(alibi_slopes)
 
 
 def checked_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:

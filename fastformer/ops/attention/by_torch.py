@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,50 +54,46 @@ def options_beyond(query: Tensor, key: Tensor, attention: Attention) -> tuple[li
     return others, p
 
 
-_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
-
-def usual_call(
+def direct(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Any,
-    is_causal: bool,
-    key_lengths: Tensor | None,
-    p: float = 0.0,
-) -> Tensor | None:
-    """Compute a usual call by torch's own op: tensors [B, H, S, D] of one dtype on a CPU, with the
-    default scale, causality from the top left, a mask, a bias or one length of all rows, and no
-    other option.
-
-    Return None if the call may be another one, or wrong: this looks at little, so that a small call
-    is fast. `by_torch` computes the same.
+    attention: Attention,
+    by_formula: Callable[..., Tensor],
+) -> Callable[..., Tensor] | None:
+    """Return torch's own op as a function of query, key, value and a mask or a bias, for calls with
+    these shapes; None if it computes none of them. by_formula: the same by the formula, for tensors
+    that torch's op does not take.
     """
-    if not are_alike(query, key, value):
+    others, p = options_beyond(query, key, attention)
+    is_causal, scale = attention.is_causal, attention.scale
+    if key.shape[1] != query.shape[1] or attention.key_lengths is not None:
         return None
-    try:
-        sizes, (batch, heads, columns, dim) = query.shape, key.shape
-        rows = sizes[2]
-        if sizes != (batch, heads, rows, dim) or value.shape[:3] != (batch, heads, columns):
-            return None
-        if 0 in sizes or not columns or not value.shape[3]:
-            return None
-        if p and not drops(query, key, p, None):
-            return None
-        if key_lengths is not None:
-            length = _one_length(key_lengths, batch, columns)
-            if length is None or mask is not None:
-                return None
-            if length < columns:
-                columns, key, value = length, key[:, :, :length], value[:, :, :length]
-        if mask is not None:
-            given = (batch, heads, rows, columns), p
-            return None if is_causal else _usual_mask(query, key, value, mask, *given)
-        if p or columns < 16 or (is_causal and rows < 16):
-            return _plain(query, key, value, is_causal, None, p)
-        return fused(query, key, value, None, 0.0, is_causal)
-    except (RuntimeError, ValueError, IndexError):  # no such shapes, or no dense tensors
+    if not torch_computes(query, value, attention, others):
         return None
+    usual = None if scale == 1.0 / math.sqrt(query.shape[3]) else scale
+    if others:
+        apply = dict(attn_mask=_masked_attention, bias=_biased_attention).get(others[0])
+        if len(others) > 1 or is_causal or apply is None:
+            return None
+
+        def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+            out = apply(query, key, value, mask, usual, p)
+            return by_formula(query, key, value, mask) if out is None else out
+
+        return run
+    if not is_causal_as_torch(attention):
+        return None
+    if is_causal or p or key.shape[2] < 16:
+
+        def run_plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out = _plain(query, key, value, is_causal, usual, p)
+            return by_formula(query, key, value) if out is None else out
+
+        return run_plain
+    if usual is None and not differentiates(query, key, value):
+        return F.scaled_dot_product_attention
+    return lambda query, key, value: fused(query, key, value, None, 0.0, False, scale=usual)
 
 
 def fused(*given: Any, **scale: Any) -> Tensor:
@@ -121,52 +118,6 @@ def _with_graph(found: tuple[Any, ...], grad: tuple[Any, ...]) -> tuple[Any, ...
     out, _ = attend(*views, *options, scale=node._saved_scale)
     wanted = [None if g is None else x for x, g in zip(views, found)]
     return tuple(gradients_through([out], grad, wanted))
-
-
-def _usual_mask(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, scores: tuple[int, ...], p: float
-) -> Tensor | None:
-    if not fits(mask, scores):
-        return None
-    if mask.dtype is torch.bool:
-        return _masked_attention(query, key, value, mask, None, p)
-    if mask.dtype is not query.dtype:
-        return None
-    return _biased_attention(query, key, value, mask, None, p)
-
-
-def are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether these are tensors of one dtype on a CPU, which torch's op computes. The op
-    itself raises a RuntimeError if key or value are on another device.
-    """
-    return (
-        type(query) is type(key) is type(value) is Tensor
-        and query.is_cpu
-        and query.dtype in _DTYPES
-        and query.dtype is key.dtype is value.dtype
-        and forward_ad._current_level < 0
-    )
-
-
-def fits(mask: Any, scores: tuple[int, ...]) -> bool:
-    """Return whether a mask is [Sq, Sk], or of four dimensions that broadcast to the scores."""
-    if not (type(mask) is Tensor and mask.is_cpu):
-        return False
-    shape = mask.shape
-    if shape == scores[2:]:
-        return True
-    return len(shape) == 4 and all(n in (1, full) for n, full in zip(shape, scores))
-
-
-def _one_length(key_lengths: Tensor, batch: int, columns: int) -> int | None:
-    """Return the length of all rows, or None if they differ, or if something is wrong."""
-    if not (type(key_lengths) is Tensor and key_lengths.is_cpu):
-        return None
-    if key_lengths.dtype not in (torch.int32, torch.int64) or key_lengths.shape != (batch,):
-        return None
-    known = key_lengths.tolist()
-    length = known[0]
-    return length if 0 < length <= columns and known.count(length) == batch else None
 
 
 def by_torch(

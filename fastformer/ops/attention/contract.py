@@ -25,6 +25,7 @@ from fastformer.checks import (
 )
 from fastformer.description import Attention
 from fastformer.dispatch import backends
+from fastformer.dispatch.front import front_door
 from fastformer.mask_tiles import BlockMask
 from fastformer.ops.attention import reference
 from fastformer.ops.attention.arguments import (
@@ -42,9 +43,9 @@ from fastformer.ops.attention.arguments import (
     require_lengths,
     require_offsets,
 )
-from fastformer.ops.attention.by_torch import usual_call
 
 
+@front_door
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -154,20 +155,6 @@ def scaled_dot_product_attention(
     if unknown:
         padding = "attn_mask=~key_padding_mask[:, None, None], True where a key takes part"
         refuse_keywords(unknown, key_padding_mask=padding, mask="attn_mask")
-    if (
-        scale is bias is window is alibi_slopes is softcap is sinks is dropout_seed is None
-        and (type(dropout_p) is float and 0.0 <= dropout_p <= 1.0)
-        and (is_causal is False or (is_causal is True and causal_alignment == "top_left"))
-        and return_lse is False
-        and causal_alignment in ALIGNMENTS
-        and (enable_gqa is False or enable_gqa is True)
-        and backends.runs_directly()
-    ):
-        p = require_dropout("dropout_p", dropout_p)
-        if not p or (type(query) is Tensor and backends.draws_by_torch(query.device)):
-            out = usual_call(query, key, value, attn_mask, is_causal, key_lengths, p)
-            if out is not None:
-                return out
     lead: Sequence[int] | None = None  # the dimensions before [S, D], if they are not [B, H]
     if not _are_heads(query, key, value):
         query, key, value = autocast(query, key, value)
@@ -202,11 +189,12 @@ def scaled_dot_product_attention(
         *blocks,
     )
     return_lse = require_flag("return_lse", return_lse)
-    inputs = dict(query=query, key=key, value=value, attention=attention, return_lse=return_lse)
-    result = backends.run("scaled_dot_product_attention", **inputs)
+    inputs: dict[str, Any] = dict(query=query, key=key, value=value, attention=attention)
+    result = backends.run("scaled_dot_product_attention", **inputs, return_lse=return_lse)
     return result if lead is None else _unfolded(result, lead)
 
 
+@front_door
 def packed_attention(
     query: Tensor,
     key: Tensor,

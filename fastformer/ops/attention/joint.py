@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,11 +10,16 @@ from torch import Tensor
 
 from fastformer.description import Attention, parts
 from fastformer.dispatch import backends
+from fastformer.dispatch.front import front_door
 from fastformer.dispatch.operation import OPERATIONS, Arguments
 from fastformer.ops import functional
 from fastformer.ops.attention import reference
 
 _ROTATION = "rotary_embedding"
+_NAMES = {  # of the arguments behind query, key and value
+    op.__name__: [*inspect.signature(op).parameters][3:]
+    for op in (functional.scaled_dot_product_attention, functional.packed_attention)
+}
 _UNTURNED = dict(cos=None, sin=None, interleaved=False, query_norm=None, key_norm=None, eps=0.0)
 
 
@@ -54,26 +60,50 @@ def joint_attention(
     With a gradient and by the kernels, dq, dk and dv are parts of one tensor, the gradient of the
     projection. Else autograd concatenates them.
     """
-    query, key, *others = inputs
     joined = rotation is not None and len(projected.tensors) + bool(rotation) <= 2
-    joined = joined and backends.may_join(projected.tensors[-1], *inputs, *options.values())
+    if joined and backends.may_join(projected.tensors[-1], *inputs, *options.values()):
+        options |= zip(_NAMES[op], inputs[3:])
+        rotation = rotation or {}
+        sources = *projected.sources(), projected.heads, projected.order
+        more: dict[str, Any] = {**rotation, **options}
+        return _joint(*sources, op, tuple(rotation), **more)
+    query, key, *others = inputs
+    if rotation:
+        query, key = functional.rotary_embedding(query, key, **rotation)
+    return getattr(functional, op)(query, key, *others, **options)
+
+
+@front_door
+def _joint(
+    projected: Tensor,
+    memory: Tensor | None,
+    heads: int,
+    order: tuple[int, ...],
+    op: str,
+    names: tuple[str, ...],
+    **options: Any,
+) -> Any:
+    """Compute `joint_attention` by one op if it takes the kernels. names: the options of the
+    rotation.
+    """
+    query, key, value = parts(projected, memory, heads, order)
+    rotation = {name: options.pop(name) for name in names}
     plans: list[tuple[backends.Choice, Arguments]] = []
-    if joined and rotation:
+    if rotation:
         plans.append(backends.planned(_ROTATION, query, key, **rotation))
-    if joined:
-        plans.append(backends.planned(op, *inputs, **options))
-    if not joined or any(choice.backend != "triton" for choice, _ in plans):
+    plans.append(backends.planned(op, query, key, value, **options))
+    arguments = plans[-1][1]
+    if any(choice.backend != "triton" for choice, _ in plans):
         if rotation:
             query, key = functional.rotary_embedding(query, key, **rotation)
-        if joined:  # the arguments are checked, and a seed was drawn
-            return backends.run(op, **plans[-1][1] | dict(query=query, key=key))
-        return getattr(functional, op)(query, key, *others, **options)
-    arguments = plans[-1][1]
+        # the arguments are checked, and a seed was drawn
+        return backends.run(op, **arguments | dict(query=query, key=key))
     turned = plans[0][1] if rotation else _UNTURNED
     given = dict(
-        **dict(zip(("projected", "memory"), projected.sources())),
-        heads=projected.heads,
-        order=projected.order,
+        projected=projected,
+        memory=memory,
+        heads=heads,
+        order=order,
         **{name: turned[name] for name in _UNTURNED},
         attention=arguments["attention"],
         return_lse=arguments["return_lse"],

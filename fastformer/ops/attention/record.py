@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.description import Attention, beyond_torch
 from fastformer.dispatch import backends
 from fastformer.dispatch.operation import Arguments, Operation
-from fastformer.ops.attention import contract, reference
+from fastformer.ops.attention import by_torch, contract, reference
 from fastformer.ops.attention.joint import joint_reference
 
 
@@ -24,6 +26,21 @@ def _by_torch(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return reference.in_order_of(query, output)
+
+
+def _direct(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
+) -> Callable[..., Tensor] | None:
+    if return_lse:
+        return None
+    masked = attention.attn_mask is not None
+    without = attention._replace(attn_mask=None, bias=None)
+
+    def by_formula(query: Tensor, key: Tensor, value: Tensor, x: Tensor | None = None) -> Tensor:
+        described = without._replace(attn_mask=x) if masked else without._replace(bias=x)
+        return reference.scaled_dot_product_attention(query, key, value, described)
+
+    return by_torch.direct(query, key, value, attention, by_formula)
 
 
 def _suits_torch(arguments: Arguments) -> bool:
@@ -44,6 +61,7 @@ backends.register(
         reference=reference.scaled_dot_product_attention,
         by_torch=_by_torch,
         suits_torch=_suits_torch,
+        direct=_direct,
         joint=joint_reference,
     ),
     Operation(

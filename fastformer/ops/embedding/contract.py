@@ -11,16 +11,19 @@ from fastformer.checks import (
     require_device,
     require_dropout,
     require_floating,
-    require_ids,
+    require_integers,
+    require_known_ids,
     require_number,
     require_token,
     wrong_shape,
 )
 from fastformer.dispatch import backends
+from fastformer.dispatch.front import check_values, front_door
 from fastformer.dispatch.operation import Operation
 from fastformer.ops.embedding import reference
 
 
+@front_door
 def embed(
     tokens: Tensor,
     weight: Tensor,
@@ -58,7 +61,9 @@ def embed(
     require_floating(weight=weight)
     if weight.dim() != 2 or 0 in weight.shape:
         raise wrong_shape("weight", weight, "[V, N]")
-    require_ids("tokens", tokens, weight)
+    require_integers("tokens", tokens)
+    require_device("tokens", tokens, "weight", weight)
+    check_values(require_known_ids, "tokens", tokens, weight.shape[0])
     if tokens.dim() < 1:
         raise ValueError("tokens is a scalar; expected [..., S]")
     classes, width = weight.shape

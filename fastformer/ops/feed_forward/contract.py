@@ -17,11 +17,13 @@ from fastformer.checks import (
     wrong_shape,
 )
 from fastformer.dispatch import backends
+from fastformer.dispatch.front import front_door
 from fastformer.dispatch.operation import Operation
 from fastformer.ops.feed_forward import reference
-from fastformer.ops.feed_forward.reference import ACTIVATIONS, usual_feed_forward
+from fastformer.ops.feed_forward.reference import ACTIVATIONS
 
 
+@front_door
 def feed_forward(
     input: Tensor,
     w_1: Tensor,
@@ -60,13 +62,6 @@ def feed_forward(
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; GELU: Hendrycks and
     Gimpel 2016; SiLU: Elfwing et al. 2017; relu2: So et al. 2021, "Primer", section 4.
     """
-    usual = type(dropout_p) is float and 0.0 <= dropout_p <= 1.0
-    drawn = dropout_seed is None or type(dropout_seed) is Tensor
-    if usual and drawn and backends.runs_directly():
-        p = require_dropout("dropout_p", dropout_p)
-        out = usual_feed_forward(input, (w_1, b_1, w_2, b_2), activation, p, dropout_seed)
-        if out is not None:
-            return out
     input, w_1, b_1, w_2, b_2 = autocast(input, w_1, b_1, w_2, b_2)
     _require_layers(1, input=input, w_1=w_1, b_1=b_1, w_2=w_2, b_2=b_2)
     require_choice("activation", activation, ACTIVATIONS)
@@ -84,6 +79,7 @@ def feed_forward(
     )
 
 
+@front_door
 def geglu(
     input: Tensor,
     w: Tensor,
@@ -118,6 +114,7 @@ def geglu(
     return _gated("geglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, {})
 
 
+@front_door
 def swiglu(
     input: Tensor,
     w: Tensor,
@@ -151,6 +148,7 @@ def swiglu(
     return _gated("swiglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, form)
 
 
+@front_door
 def gated_activation(
     gate: Tensor,
     value: Tensor,

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
-from fastformer.dispatch import backends
 from fastformer.ops.dropout import dropout, dropout_scale, dropped, without
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,45 +52,6 @@ def feed_forward(
     # torch.compile makes an addmm of the sum of a bias and a product, and loses the alpha.
     out = out * scale if b_2 is None else torch.sub(b_2, out, alpha=-scale)
     return out.view(*input.shape[:-1], w_2.shape[0])
-
-
-_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
-_PARAMETERS = frozenset({Tensor, Parameter})
-
-
-def usual_feed_forward(
-    input: Tensor,
-    parameters: tuple[Any, ...],
-    activation: str,
-    dropout_p: float,
-    dropout_seed: Any,
-) -> Tensor | None:
-    """Compute a usual call: tensors of one dtype on a CPU, both biases given.
-
-    Return None if the call may be another one, or wrong: this looks at little, so that a small call
-    is fast. `feed_forward` computes the same.
-    """
-    if type(input) is not Tensor or not input.is_cpu or input.dtype not in _DTYPES:
-        return None
-    dtype, known = input.dtype, type(activation) is str and activation in ACTIVATIONS
-    if not known:
-        return None
-    for x in parameters:
-        if type(x) not in _PARAMETERS or x.dtype is not dtype or not x.is_cpu:
-            return None
-    w_1, b_1, w_2, b_2 = parameters
-    if w_1.dim() != 2 or w_2.dim() != 2:
-        return None
-    if b_1.shape != w_1.shape[:1] or b_2.shape != w_2.shape[:1]:
-        return None
-    if input.shape[-1:] != w_1.shape[1:] or w_2.shape[1:] != b_1.shape:
-        return None
-    try:
-        seed = backends.seed_for(dropout_seed, dropout_p, input.device)
-        given: Any = input, *parameters, activation, dropout_p
-        return feed_forward(*given, dropout_seed=seed)
-    except RuntimeError:  # a wrong shape, or no dense tensors
-        return None
 
 
 def geglu(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,17 +26,19 @@ from fastformer.checks import (
     require_tensor,
     require_values,
     shape_of,
+    without_gradient,
     wrong_shape,
 )
 from fastformer.dispatch import backends, operation
+from fastformer.dispatch.front import check_values, front_door
 from fastformer.eager import may_read
 from fastformer.ops.loss import reference
-from fastformer.ops.loss.reference import usual_cross_entropy
 
 REDUCTIONS = ("mean", "sum", "none")
 SMOOTHINGS = ("uniform", "kl")
 
 
+@front_door
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -105,11 +109,6 @@ def cross_entropy(
     section 7; "kl": harvardnlp/annotated-transformer; z_loss: Chowdhery et al. 2022, "PaLM",
     section 5.
     """
-    usual = weight is None and z_loss == 0 and softcap is None and temperature == 1
-    if usual and smoothing == "uniform" and return_entropy is False and backends.runs_directly():
-        loss = usual_cross_entropy(logits, target, reduction, ignore_index, label_smoothing)
-        if loss is not None:
-            return loss
     require_floating(logits=logits)
     if logits.dim() < 1:
         raise ValueError("logits is a scalar; expected [..., V]")
@@ -126,12 +125,12 @@ def cross_entropy(
     labels = reduction, ignore_index, label_smoothing, smoothing
     given = dict(logits=logits, target=target)
     options = weight, z_loss, softcap, temperature, return_entropy
-    loss = _loss("cross_entropy", given, logits.shape[-1], labels, *options)
-    if autocast_dtype(logits):
-        return loss
-    return tuple(x.to(logits.dtype) for x in loss) if return_entropy else loss.to(logits.dtype)
+    narrow = logits.dtype in (torch.float16, torch.bfloat16) and not autocast_dtype(logits)
+    finish = functools.partial(_as_dtype, logits.dtype) if narrow else None
+    return _loss("cross_entropy", given, logits.shape[-1], labels, *options, finish=finish)
 
 
+@front_door
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -189,6 +188,7 @@ def linear_cross_entropy(
     return _loss("linear_cross_entropy", given, classes, labels, *options, return_argmax=found)
 
 
+@front_door
 def linear_kl_div(
     input: Tensor,
     linear_weight: Tensor,
@@ -263,10 +263,10 @@ def linear_kl_div(
         "linear_kl_div",
         input=input,
         linear_weight=linear_weight,
-        teacher_input=teacher_input.detach(),
-        teacher_weight=teacher_weight.detach(),
+        teacher_input=without_gradient(teacher_input),
+        teacher_weight=without_gradient(teacher_weight),
         linear_bias=linear_bias,
-        teacher_bias=None if teacher_bias is None else teacher_bias.detach(),
+        teacher_bias=without_gradient(teacher_bias),
         mask=mask,
         reduction=require_choice("reduction", reduction, REDUCTIONS),
         reverse=require_flag("reverse", reverse),
@@ -303,12 +303,14 @@ def _loss(
     softcap: float | None,
     temperature: float,
     return_entropy: bool,
+    finish: Callable[[Any], Any] | None = None,
     **more: Any,
 ) -> Any:
     """Check the arguments that both losses have, and run the op.
 
     given: the tensors by name, the logits or the input first. labels: reduction, ignore_index,
-    label_smoothing and smoothing. more: options of this op alone, which are checked.
+    label_smoothing and smoothing. finish: as in `backends.run`. more: options of this op alone,
+    which are checked.
     """
     (name, x), target = next(iter(given.items())), given["target"]
     reduction, ignore_index, label_smoothing, smoothing = labels
@@ -337,9 +339,7 @@ def _loss(
         raise ValueError(
             f"there are {classes} classes; expected {least} or more with smoothing='kl'"
         )
-    if may_read(target):
-        kept = target if every else target.where(target != ignored, 0)  # 0 is a class
-        require_values("target", kept, classes - 1, f"classes from 0 to {classes - 1}")
+    check_values(_require_classes, "target", target, classes, None if every else ignored)
     options: dict[str, Any] = dict(
         reduction=reduction, ignore_index=ignored, label_smoothing=e, smoothing=smoothing
     )
@@ -355,22 +355,37 @@ def _loss(
         temperature=require_positive("temperature", temperature),
         return_entropy=require_flag("return_entropy", return_entropy),
     )
-    result = backends.run(op, **given, **options, **more)
     if constant is None:
-        return result
+        return backends.run(op, finish=finish, **given, **options, **more)
+    result = backends.run(op, **given, **options, **more)
     loss, *others = result if isinstance(result, tuple) else (result,)
     loss = loss + constant.to(loss.dtype)
-    return (loss, *others) if others else loss
+    result = (loss, *others) if others else loss
+    return result if finish is None else finish(result)
 
 
-def _require_weight(weight: Tensor, classes: int, name: str, x: Tensor) -> Tensor:
+def _as_dtype(dtype: torch.dtype, result: Any) -> Any:
+    return tuple(x.to(dtype) for x in result) if isinstance(result, tuple) else result.to(dtype)
+
+
+def _require_classes(name: str, target: Tensor, classes: int, ignored: int | None) -> None:
+    """Require classes of the rows that are not ignored, if they may be read."""
+    if not may_read(target) or target.numel() == 0:
+        return
+    low, high = target.aminmax()
+    if low.item() < 0 or high.item() >= classes:
+        kept = target if ignored is None else target.where(target != ignored, 0)  # 0 is a class
+        require_values(name, kept, classes - 1, f"classes from 0 to {classes - 1}")
+
+
+def _require_weight(weight: Tensor, classes: int, name: str, x: Tensor) -> Tensor | None:
     """Require the weights [V] of the classes, and return them without a gradient."""
     require_floating(weight=weight)
     if weight.shape != (classes,):
         raise wrong_shape("weight", weight, f"[V] = [{classes}]")
     require_device("weight", weight, name, x)
     refuse_gradients("the loss", weight=weight)
-    return weight.detach()
+    return without_gradient(weight)
 
 
 def _negative_entropy(
@@ -405,6 +420,7 @@ _OF_LOGITS = operation.Operation(
     cross_entropy,
     reference.cross_entropy,
     rows=("logits", "target"),
+    direct=reference.direct_cross_entropy,
 )
 backends.register(
     _OF_LOGITS,
@@ -412,6 +428,7 @@ backends.register(
         contract=linear_cross_entropy,
         reference=reference.linear_cross_entropy,
         rows=("input", "target"),
+        direct=None,
     ),
     operation.Operation(
         "cross_entropy",

@@ -41,8 +41,9 @@ def cross_entropy(
         loss = loss.view(target.shape) if reduction == "none" else loss
     else:
         kept = flat != ignore_index
-        rows = _smoothed(x, flat.where(kept, 0), ignore_index, label_smoothing, smoothing, weight)
-        count = kept if weight is None else weight[flat.where(kept, 0)] * kept
+        true = flat.where(kept, 0)
+        rows = _smoothed(x, true, ignore_index, label_smoothing, smoothing, weight)
+        count = kept if weight is None else weight[true] * kept
         loss = _reduced(torch.where(kept, rows, 0.0).view(target.shape), count, reduction)
     if isinstance(z_loss, Tensor) or z_loss:
         kept = flat != ignore_index
@@ -58,51 +59,35 @@ def cross_entropy(
     return (loss, *more) if more else loss
 
 
+def direct_cross_entropy(
+    logits: Tensor,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    smoothing: str,
+    weight: Tensor | None,
+    z_loss: float,
+    softcap: float | None,
+    temperature: float,
+    return_entropy: bool,
+    **_: Tensor,
+) -> Callable[..., Tensor] | None:
+    """Return torch's own op for logits [M, V] in float32 with uniform smoothing and no other term;
+    else None.
+    """
+    plain = (z_loss, softcap, temperature, return_entropy) == (0.0, None, 1.0, False)
+    uniform = weight is None and smoothing == "uniform" and label_smoothing <= 1
+    if not (plain and uniform and logits.dtype == torch.float32 and logits.dim() == 2):
+        return None
+    labels = None, None, ignore_index, None, reduction, label_smoothing
+    return lambda logits, target: F.cross_entropy(logits, target, *labels)
+
+
 def formed(x: Tensor, softcap: float | None, temperature: float) -> Tensor:
     """Return softcap tanh(x / softcap) / temperature."""
     if softcap is not None:
         x = softcap * torch.tanh(x / softcap)
     return x if temperature == 1 else x / temperature
-
-
-def usual_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    reduction: object,
-    ignore_index: object,
-    label_smoothing: object,
-) -> Tensor | None:
-    """Compute a usual call by torch's own op: logits [M, V] in float32 on a CPU, uniform smoothing.
-
-    Return None if the call may be another one, or wrong, or if a target is not a class: this looks
-    at little, so that a small call is fast. `cross_entropy` computes the same.
-    """
-    if not (type(logits) is type(target) is Tensor and eager(logits) and eager(target)):
-        return None
-    if logits.is_nested or target.is_nested:
-        return None
-    sizes = logits.shape
-    if not (
-        logits.dtype is torch.float32
-        and target.dtype is torch.int64
-        and logits.is_cpu
-        and target.is_cpu
-        and len(sizes) == 2
-        and target.shape == sizes[:1]
-        and 0 not in sizes
-        and type(label_smoothing) is float
-        and 0 <= label_smoothing <= 1
-        and type(ignore_index) is int
-        and -(2**63) <= ignore_index < 2**63
-        and reduction in ("mean", "sum", "none")
-    ):
-        return None
-    low, high = target.aminmax()
-    if int(low) < 0 or int(high) >= sizes[1]:
-        return None
-    return F.cross_entropy(
-        logits, target, None, None, ignore_index, None, str(reduction), label_smoothing
-    )
 
 
 def _smoothed(

@@ -24,11 +24,12 @@ from fastformer.checks import (
     wrong_shape,
 )
 from fastformer.dispatch import backends
+from fastformer.dispatch.front import front_door
 from fastformer.dispatch.operation import Arguments, Operation
 from fastformer.ops.norms import reference
-from fastformer.ops.norms.reference import usual_layer_norm, usual_sum_and_layer_norm
 
 
+@front_door
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -63,10 +64,6 @@ def layer_norm(
     Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3; the unbiased form:
     harvardnlp/annotated-transformer.
     """
-    if unbiased is False and type(eps) is float and backends.runs_directly():
-        out = usual_layer_norm(input, normalized_shape, weight, bias, eps)
-        if out is not None:
-            return out
     require_floating(input=input)
     shape = _require_rows(input, normalized_shape, weight, bias)
     return backends.run(
@@ -80,6 +77,7 @@ def layer_norm(
     )
 
 
+@front_door
 def rms_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -110,6 +108,7 @@ def rms_norm(
     return backends.run("rms_norm", input=input, normalized_shape=shape, weight=weight, eps=eps)
 
 
+@front_door
 def dropout_add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -152,18 +151,6 @@ def dropout_add_layer_norm(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4.
     """
-    if (
-        unbiased is False
-        and (dropout_seed is None or type(dropout_seed) is Tensor)
-        and input_bias is None
-        and type(dropout_p) is type(eps) is float
-        and 0.0 <= dropout_p <= 1.0
-        and backends.runs_directly()
-    ):
-        p = require_dropout("dropout_p", dropout_p)
-        found = usual_sum_and_layer_norm(input, residual, weight, bias, p, eps, dropout_seed)
-        if found is not None:
-            return found
     input, residual, shape = _require_sum(input, residual, weight, bias, input_bias)
     p = require_dropout("dropout_p", dropout_p)
     return backends.run(
@@ -180,6 +167,7 @@ def dropout_add_layer_norm(
     )
 
 
+@front_door
 def dropout_add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -314,6 +302,7 @@ _OF_LAYER_NORM = Operation(
     rows=("input",),
     by_torch=_layer_norm,
     suits_torch=_suits_torch,
+    direct=reference.direct_layer_norm,
 )
 _OF_SUM = _OF_LAYER_NORM._replace(
     contract=dropout_add_layer_norm,
@@ -321,6 +310,7 @@ _OF_SUM = _OF_LAYER_NORM._replace(
     rows=("input", "residual"),
     by_torch=None,
     suits_torch=lambda arguments: False,
+    direct=None,
     reference_backward=functools.partial(reference.dropout_add_norm_backward, reference.layer_norm),
 )
 backends.register(
@@ -329,6 +319,7 @@ backends.register(
         contract=rms_norm,
         reference=reference.rms_norm,
         by_torch=F.rms_norm,
+        direct=None,
     ),
     _OF_SUM,
     _OF_SUM._replace(

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
-from fastformer.dispatch import backends
 from fastformer.eager import differentiable, formula, gradients_through, use_formula
 from fastformer.ops.dropout import dropout, dropout_scale, dropped_rows, without
 
@@ -47,44 +45,24 @@ def layer_norm(
     return y.to(input.dtype).contiguous()  # as F.layer_norm returns it, whatever the strides
 
 
-_DTYPES = frozenset({torch.float32, torch.bfloat16})
-_TENSORS = frozenset({Tensor, Parameter, type(None)})
-
-
-def usual_layer_norm(
+def direct_layer_norm(
     input: Tensor,
-    normalized_shape: object,
+    normalized_shape: list[int],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-) -> Tensor | None:
-    """Compute a usual call by torch's own op: tensors of one dtype on a CPU.
-
-    Return None if the call may be another one, or wrong: this looks at little, so that a small call
-    is fast. `layer_norm` computes the same.
+    unbiased: bool,
+) -> Callable[..., Tensor] | None:
+    """Return torch's own op as a function of the tensors, or None where `layer_norm` computes more
+    than that.
     """
-    if type(normalized_shape) is int:
-        normalized_shape = (normalized_shape,)
-    if not _is_usual(input, weight, bias, eps):
+    dtypes = {x.dtype for x in (input, weight, bias) if x is not None}
+    if unbiased or len(dtypes) > 1 or input.dtype not in (torch.float32, torch.bfloat16):
         return None
-    try:
-        return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):  # a wrong shape, or no dense tensors
-        return None
-
-
-def _is_usual(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
-    """Return whether these are tensors of one dtype on a CPU, which torch's op computes."""
-    if not (type(input) is Tensor and type(weight) in _TENSORS and type(bias) in _TENSORS):
-        return False
-    dtype = input.dtype
-    return (
-        eps >= 0.0
-        and input.is_cpu
-        and not input.is_nested
-        and dtype in _DTYPES
-        and (weight is None or (weight.is_cpu and weight.dtype is dtype))
-        and (bias is None or (bias.is_cpu and bias.dtype is dtype))
+    if weight is None and bias is not None:
+        return lambda x, bias: torch.layer_norm(x, normalized_shape, None, bias, eps)
+    return lambda x, weight=None, bias=None: torch.layer_norm(
+        x, normalized_shape, weight, bias, eps
     )
 
 
@@ -120,34 +98,6 @@ def dropout_add_layer_norm(
         input = (input + input_bias).to(input.dtype)
     total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed)
     return layer_norm(total, list(weight.shape), weight, bias, eps, unbiased=unbiased), total
-
-
-def usual_sum_and_layer_norm(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    eps: float,
-    dropout_seed: Tensor | None,
-) -> tuple[Tensor, Tensor] | None:
-    """Compute `dropout_add_layer_norm` as `usual_layer_norm` does."""
-    if not (type(residual) is Tensor and _is_usual(input, weight, bias, eps)):
-        return None
-    if weight is None or not residual.is_cpu or residual.dtype is not input.dtype:
-        return None
-    shape = weight.shape
-    if residual.layout is not torch.strided or residual.shape != input.shape:
-        return None
-    if (
-        not shape
-        or input.shape[-len(shape) :] != shape
-        or (bias is not None and bias.shape != shape)
-    ):
-        return None
-    seed = backends.seed_for(dropout_seed, dropout_p, input.device)
-    total = _dropout_add(input, residual, shape, dropout_p, seed)
-    return torch.layer_norm(total, shape, weight, bias, eps), total
 
 
 def dropout_add_rms_norm(

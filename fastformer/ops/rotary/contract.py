@@ -18,10 +18,12 @@ from fastformer.checks import (
     wrong_shape,
 )
 from fastformer.dispatch import backends
+from fastformer.dispatch.front import front_door
 from fastformer.dispatch.operation import Operation
 from fastformer.ops.rotary import reference
 
 
+@front_door
 def rotary_embedding(
     query: Tensor,
     key: Tensor,

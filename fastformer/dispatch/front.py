@@ -1,0 +1,221 @@
+"""The front door: a table of plans that each public function asks before anything else.
+
+A key holds all that the checks, the choice of a backend and a launch depend on: the function, the
+backend of the thread, the grad mode, the other arguments with their types, and of each tensor its
+type, shape, strides, dtype, device, alignment and whether it requires a gradient. The first call
+with a key makes all checks and chooses. If the tensors of the op are those that the function was
+given, it leaves a plan, and later calls allocate, launch and save.
+
+What watches or changes calls takes the long way, through all checks and PyTorch's dispatcher: see
+`state.is_special`. So do calls whose arguments a plan cannot describe: one that needs a copy of a
+tensor, or reads a number from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from fastformer.checks import random_seeds
+from fastformer.dispatch.state import current_backend, default, is_special, state
+from fastformer.eager import readings
+from fastformer.plans import SEQUENCES, TENSORS, allow_tf32, front, getter
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PLAIN = frozenset({type(None), bool, int, float, str})  # the types of the other arguments
+_UNUSED = frozenset({"dropout_seed"})  # tensors that no op may read: without dropout
+_grad_mode = torch.is_grad_enabled
+_of_reference = attrgetter("shape", "dtype", "device", "layout", "requires_grad")
+
+
+def front_door(contract: F) -> F:
+    """Decorate a public function, so that it asks the table of plans first."""
+    names = [*inspect.signature(contract).parameters]
+    op, own = f"{contract.__module__}.{contract.__name__}", state
+
+    @functools.wraps(contract)
+    def call(*args: Any, **options: Any) -> Any:
+        if is_compiling() or is_special():
+            return contract(*args, **options)
+        values = (*args, *options.values()) if options else args
+        backend = own.backend or (current_backend() if own.not_from_python else default.backend)
+        try:
+            if backend != "triton" and values[0].is_cpu:
+                layouts = [
+                    _of_reference(x)
+                    if (kind := type(x)) in TENSORS
+                    else (kind, x)
+                    if kind not in SEQUENCES
+                    else (kind, *x, *map(type, x))
+                    for x in values
+                ]
+            else:
+                layouts = [
+                    (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg(),
+                     place & 15 if (place := x.data_ptr()) else -1)
+                    if (kind := type(x)) in TENSORS
+                    else (kind, x)
+                    if kind not in SEQUENCES
+                    else (kind, *x, *map(type, x))
+                    for x in values
+                ]  # fmt: skip
+                if values[0].dtype is torch.float32:
+                    layouts.append((allow_tf32(),))
+            key = (op, backend, _grad_mode(), *options, *layouts)
+            plan = front.get(key)
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            return contract(*args, **options)  # no dense tensor first, or a value without a hash
+        if plan is None:
+            call = FirstCall([*names[: len(args)], *options], values)
+            return call.make(contract, key, args, options)
+        return plan(values)
+
+    return cast(F, call)
+
+
+def check_values(check: Callable[..., Any], name: str, x: Tensor, *constants: Any) -> None:
+    """Make check(name, x, *constants), which reads values of an argument of the public function if
+    it may. Each call with the plan of this call makes it again.
+    """
+    before = readings.count
+    check(name, x, *constants)
+    if state.call is not None and (x.is_cpu or readings.count > before):
+        state.call.checks.append((check, name, x, constants))
+        readings.count = before
+
+
+class FirstCall:
+    """The first call with a key. names: the arguments that the values are given for."""
+
+    def __init__(self, names: list[str], values: tuple[Any, ...]) -> None:
+        self.names, self.values = names, values
+        self.checks: list[tuple[Callable[..., Any], str, Tensor, tuple[Any, ...]]] = []
+        self.plan: Plan | None = None
+        self.result: Any = None
+
+    def make(
+        self, contract: Callable[..., Any], key: tuple[Any, ...], args: Any, options: Any
+    ) -> Any:
+        """Make the call with all checks, and remember its plan if there is one."""
+        if not all(map(_is_known, self.values)):
+            return contract(*args, **options)
+        before = readings.count
+        state.call = self
+        try:
+            result = contract(*args, **options)
+        finally:
+            state.call = None
+        if self.plan is not None and result is self.result and readings.count == before:
+            front.remember(key, self.plan)
+        return result
+
+    def run(
+        self,
+        named: list[tuple[str, Any]],
+        make: Callable[[], tuple[Any, Any, Any]],
+        finish: Callable[[Any], Any] | None = None,
+    ) -> bool:
+        """Make the plan of an op and run it, which leaves a `result`. Return False if it has none.
+
+        named: the tensors of the op, some of them None. make: returns `Plan.run`, `Plan.kept` and
+        which of the tensors the plan takes, None for all. finish: as in `backends.run`.
+        """
+        places = [self._place(name, x) for name, x in named]
+        arguments = enumerate(zip(self.names, self.values))
+        needed = {i for i, (name, x) in arguments if isinstance(x, Tensor) and name not in _UNUSED}
+        checks = [self._checked(*check) for check in self.checks]
+        if None in places or needed.difference(places) or None in checks:
+            return False
+        run, kept, given = make()
+        if finish is not None:
+            kept = finish if kept is None else _both(kept, finish)
+        chosen = [i for k, i in enumerate(places) if given is None or k in given]
+        n, device = len(self.values), self.values[0].device
+        plan = self.plan = Plan(run, kept, cast("list[int]", chosen), n, device, checks)
+        seed = next((x for name, x in named if name == "dropout_seed"), None)
+        before = readings.count
+        outputs = plan.run(*plan.pick((*self.values, None, seed)))
+        readings.count = before  # what the op reads, it reads again in each call
+        self.result = outputs if plan.kept is None else plan.kept(outputs)
+        return True
+
+    def _place(self, name: str, x: Tensor | None) -> int | None:
+        """Return the place of a tensor of the op in (*values, None, seed), for a seed that was
+        drawn; None if it is none of these.
+        """
+        if x is None:
+            return len(self.values)
+        same = [i for i, y in enumerate(self.values) if y is x]
+        if len(same) > 1:  # attention(x, x, x), where later calls may have three tensors
+            same = [i for i in same if self.names[i] == name]
+        if len(same) == 1:
+            return same[0]
+        drawn = name == "dropout_seed" and self._given(name) is None
+        return len(self.values) + 1 if drawn else None
+
+    def _given(self, name: str) -> Any:
+        return dict(zip(self.names, self.values)).get(name)
+
+    def _checked(
+        self, check: Callable[..., Any], name: str, x: Tensor, constants: tuple[Any, ...]
+    ) -> Callable[[Sequence[Any]], None] | None:
+        """Return a check as a function of the values, or None if it reads another tensor."""
+        place = self._place(name, x)
+        if place is None:
+            return None
+        return lambda values: check(name, values[place], *constants)
+
+
+def _both(first: Callable[[Any], Any], then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: then(first(x))
+
+
+def _is_known(x: Any) -> bool:
+    """Return whether a key describes an argument: a tensor that can be read as it is, a plain
+    value, or a sequence of these.
+    """
+    if type(x) in TENSORS:
+        if x.layout is not torch.strided or x.is_nested or x.is_neg():
+            return False
+        return x.data_ptr() != 0 or x.numel() == 0
+    return type(x) in _PLAIN or (type(x) in SEQUENCES and _PLAIN.issuperset(map(type, x)))
+
+
+class Plan:
+    """What a call does that has passed the checks. It is called with all arguments of the call.
+
+    run: the op, a function of its tensors. kept: a function that returns those of its outputs that
+    the caller gets; None for all. places: where the tensors of the op are among the n arguments;
+    n for None, n + 1 for a seed that is drawn. checks: those that read tensors.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        kept: Callable[[Any], Any] | None,
+        places: list[int],
+        n: int,
+        device: torch.device,
+        checks: list[Any],
+    ) -> None:
+        self.run, self.kept, self.checks, self.pick = run, kept, checks, getter(places)
+        self.more, self.draw = max(places) >= n, None
+        if max(places) > n:
+            self.draw = functools.partial(random_seeds, (1,), device=device)
+
+    def __call__(self, values: tuple[Any, ...]) -> Any:
+        if self.checks:
+            for check in self.checks:
+                check(values)
+        if self.more:
+            values = (*values, None, None if self.draw is None else self.draw())
+        outputs = self.run(*self.pick(values))
+        return outputs if self.kept is None else self.kept(outputs)

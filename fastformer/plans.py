@@ -1,0 +1,104 @@
+"""Tables of plans: what a call launches, by the layouts of its tensors and its other arguments.
+
+A key holds no tensor. Python's 1, 1.0 and True are equal, so that a key holds the types of values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastformer.batch_invariance import on
+
+Plan = TypeVar("Plan")
+MOST_PLANS = 4096  # in a table
+
+
+class Plans(dict[Any, Any]):
+    """A table of plans by key, emptied when it is full: shapes may change with every call."""
+
+    def remember(self, key: Any, plan: Plan) -> Plan:
+        """Add a plan, and return it."""
+        if len(self) >= MOST_PLANS:
+            self.clear()
+        self[key] = plan
+        return plan
+
+
+front = Plans()  # of the calls of public functions
+launches = Plans()  # of kernels and of the registered ops
+TENSORS = frozenset({Tensor, Parameter})
+SEQUENCES = frozenset({tuple, list, torch.Size})
+
+
+def forget() -> None:
+    """Forget all plans, as the choice of kernels or tiles has changed."""
+    front.clear()
+    launches.clear()
+
+
+def getter(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that returns the elements at these places of a sequence, as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda x: tuple([x[i] for i in places])
+
+
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """Return what a launch depends on in a tensor."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+
+
+def layouts(tensors: Iterable[Tensor | None]) -> tuple[Any, ...] | None:
+    """Return the layout of each tensor; None if one of them cannot be read as it is: a subclass, or
+    one without memory of its own, or whose bits are to be negated.
+    """
+    found: list[Any] = []
+    for x in tensors:
+        if x is None:
+            found.append(None)
+            continue
+        place = x.data_ptr() if type(x) in TENSORS else 0
+        if x.is_neg() or not (place or x.numel() == 0):
+            return None
+        found.append((x.shape, x.stride(), x.dtype, x.device, place & 15))
+    return tuple(found)
+
+
+def _as_key(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return layout(x)
+    return tuple(map(_as_key, x)) if isinstance(x, (list, tuple)) else (type(x), x)
+
+
+def allow_tf32() -> bool:
+    """Return whether torch multiplies float32 in tf32 on a GPU. `fp32_precision` is right however
+    the setting was made; torch's `allow_tf32` raises once it was made by `fp32_precision`.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def planned(
+    make: Callable[..., Plan], name: str = "", unread: Sequence[int] = ()
+) -> Callable[..., Plan]:
+    """Decorate a function that makes a plan of its arguments: calls whose tensors have the same
+    layouts, and whose other arguments are equal, share the plan, within `batch_invariant` or not.
+
+    unread: places of arguments that no plan depends on.
+    """
+    name = name or f"{make.__module__}.{make.__qualname__}"
+
+    @functools.wraps(make)
+    def plan(*arguments: Any) -> Plan:
+        values = tuple([_as_key(x) for i, x in enumerate(arguments) if i not in unread])
+        key = name, on(), allow_tf32(), values
+        found = launches.get(key)
+        return launches.remember(key, make(*arguments)) if found is None else found
+
+    return plan

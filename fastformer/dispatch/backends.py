@@ -35,14 +35,8 @@ from fastformer.dispatch.operation import (
     differentiated,
     flat,
 )
-from fastformer.dispatch.state import (
-    BACKENDS as BACKENDS,
-)
-from fastformer.dispatch.state import (
-    current_backend,
-    state,
-    use_backend,
-)
+from fastformer.dispatch.state import BACKENDS as BACKENDS
+from fastformer.dispatch.state import current_backend, state, use_backend
 from fastformer.eager import eager
 from fastformer.plans import forget
 
@@ -60,7 +54,6 @@ _on_a_cpu: dict[str, Choice] = {}  # by op: the choice of "auto" for tensors on 
 _explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
 _autocasts = torch._C._is_any_autocast_enabled
 _transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None without any
-_ON_A_CPU = ("auto", "reference")  # the backends that run the reference on a CPU
 
 
 def prefers_kernels(x: torch.Tensor) -> bool:

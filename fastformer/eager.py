@@ -1,11 +1,10 @@
-"""Whether the values of a tensor may be read, and whether ops compute by their formulas alone."""
+"""Whether the values of a tensor may be read, and gradients of a gradient."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,25 +13,11 @@ from torch._functorch.eager_transforms import enable_inplace_requires_grad
 _CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
 
 
-class _Formula(threading.local):
-    always: bool = False
-
-
 class _Readings(threading.local):
     count: int = 0  # how often this thread asked to read values, and may
 
 
-formula, readings = _Formula(), _Readings()
-
-
-@contextmanager
-def use_formula() -> Iterator[None]:
-    """Make ops compute their formulas from differentiable primitives: for double backwards."""
-    previous, formula.always = formula.always, True
-    try:
-        yield
-    finally:
-        formula.always = previous
+readings = _Readings()
 
 
 def gradients_through(

@@ -32,14 +32,18 @@ class Plans(dict[Any, Any]):
 
 
 front = Plans()  # of the calls of public functions
+recent: dict[str, Any] = {}  # by function: those of its last calls
 launches = Plans()  # of kernels and of the registered ops
 TENSORS = frozenset({Tensor, Parameter})
 SEQUENCES = frozenset({tuple, list, torch.Size})
+# What torch.compile guards its code with: one call of C++ for all tensors of a call.
+_Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
 def forget() -> None:
     """Forget all plans, as the choice of kernels or tiles has changed."""
     front.clear()
+    recent.clear()
     launches.clear()
 
 
@@ -69,6 +73,24 @@ def layouts(tensors: Iterable[Tensor | None]) -> tuple[Any, ...] | None:
             return None
         found.append((x.shape, x.stride(), x.dtype, x.device, place & 15))
     return tuple(found)
+
+
+def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function that tells whether tensors have the types, layouts and requires_grad of
+    these, while the dispatcher's keys are the same: autocast, modes, transforms and tracing are
+    among them. It takes a quarter of the time of a key, but does not see the grad mode nor the
+    alignment, and ends the process for a nested tensor. It says no where torch has no such guards.
+    """
+    if _Guards is None:
+        return lambda *tensors: False
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    return _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def alignment(x: Tensor) -> int:
+    """Return the bytes by which the memory of x is off a multiple of 16, -1 without memory."""
+    place = x.data_ptr()
+    return place & 15 if place else -1
 
 
 def _as_key(x: Any) -> Any:

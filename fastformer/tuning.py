@@ -25,7 +25,8 @@ from fastformer import checks, environment, numerics
 from fastformer.dispatch import backends, measurements
 from fastformer.dispatch.measurements import Entry
 from fastformer.dispatch.operation import OPERATIONS, Arguments, call_name
-from fastformer.eager import gradients_through, use_formula
+from fastformer.dispatch.state import use_formula
+from fastformer.eager import gradients_through
 from fastformer.ops.examples import copied, part
 
 LIMIT = 600.0  # seconds of a call

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastformer import eager as fastformer_eager
+from fastformer.dispatch import state
 from fastformer import numerics, use_backend
 from fastformer.plans import forget
 
@@ -37,7 +37,7 @@ def _run(function, tensors, constants, backend, cotangent, use_formula):
     }
     with use_backend(backend):
         if use_formula:
-            with fastformer_eager.use_formula():
+            with state.use_formula():
                 output = function(**{**tensors, **leaves}, **constants)
         else:
             output = function(**{**tensors, **leaves}, **constants)

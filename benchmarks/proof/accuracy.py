@@ -50,7 +50,8 @@ from torch import Tensor
 import fastformer as ff
 from benchmarks import ROOT, folder
 from benchmarks.peers import tutorial_norm
-from fastformer import eager, numerics
+from fastformer import numerics
+from fastformer.dispatch import state
 
 RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -317,7 +318,7 @@ def results(
 @contextlib.contextmanager
 def computing(provider: str) -> Iterator[None]:
     """Return a context in which ops are computed by a provider."""
-    formula = contextlib.nullcontext() if provider in OURS else eager.use_formula()
+    formula = contextlib.nullcontext() if provider in OURS else state.use_formula()
     with ff.use_backend(provider if provider in OURS else "reference"), formula:
         yield
 

@@ -41,8 +41,8 @@ from torch.autograd import forward_ad
 
 from fastformer.description import Attention, pack, unpack
 from fastformer.dispatch.operation import Operation
-from fastformer.dispatch.state import is_special
-from fastformer.eager import differentiable, gradients_through, use_formula
+from fastformer.dispatch.state import is_transformed, unwatched_backend, use_formula
+from fastformer.eager import differentiable, gradients_through
 from fastformer.plans import Plans, allow_tf32, getter, layouts
 
 _transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None without any
@@ -298,7 +298,9 @@ class _Planned(torch.autograd.Function):
         retained = call.pair.extra == "ahead" and _is_retained()
         layout = None
         lacks = any([grads[i] is None for i in call.required])
-        if not (lacks or torch.is_grad_enabled() or is_special()):
+        if not (
+            lacks or torch.is_grad_enabled() or is_transformed() or unwatched_backend() is None
+        ):
             layout = layouts((*grads, *saved))
         if layout is None:
             results = _gradients(call.pair, call.fill(saved), grads, call.shapes, call.needs(ctx))

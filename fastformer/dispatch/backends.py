@@ -121,11 +121,11 @@ def checked(op: str, **arguments: Any) -> Arguments:
 def planned(op: str, *args: Any, **kwargs: Any) -> tuple[Choice, Arguments]:
     """Return the backend of a call and the arguments of `run`, without running it."""
     explained: list[tuple[Choice, Arguments]] = []
-    state.explain(explained)
+    state.set(explained=explained)
     try:
         OPERATIONS[op].contract(*args, **kwargs)
     finally:
-        state.explain(None)
+        state.set(explained=None)
     return explained[0]
 
 
@@ -308,10 +308,14 @@ class observe:
         on_choice, on_unsupported, on_call = self._functions
         before = self._previous = state.on_choice, state.on_unsupported, state.on_call
         chosen = on_choice or before[0] or (_ignore if on_call else None)
-        state.observe(chosen, on_unsupported or before[1], on_call or before[2])
+        _observe(chosen, on_unsupported or before[1], on_call or before[2])
 
     def __exit__(self, *error: object) -> None:
-        state.observe(*self._previous)
+        _observe(*self._previous)
+
+
+def _observe(on_choice: Any, on_unsupported: Any, on_call: Any) -> None:
+    state.set(on_choice=on_choice, on_unsupported=on_unsupported, on_call=on_call)
 
 
 def _ignore(choice: Choice) -> None:
@@ -389,7 +393,7 @@ def _take_first_call() -> Any:
     """Return the first call with a key that is made; what the op calls is none."""
     first = state.call
     if first is not None:
-        state.call = None
+        state.set(call=None)
     return first
 
 

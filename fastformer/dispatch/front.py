@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,61 +25,123 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fastformer.checks import random_seeds
-from fastformer.dispatch.state import current_backend, default, is_special, state
+from fastformer.dispatch.state import is_transformed, state, unwatched_backend
 from fastformer.eager import readings
-from fastformer.plans import SEQUENCES, TENSORS, allow_tf32, front, getter
+from fastformer.plans import SEQUENCES, TENSORS, alignment, allow_tf32, front, guard, recent
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+MOST_RECENT = 4  # plans of an op whose guards a call asks before the table
 _PLAIN = frozenset({type(None), bool, int, float, str})  # the types of the other arguments
 _UNUSED = frozenset({"dropout_seed"})  # tensors that no op may read: without dropout
 _grad_mode = torch.is_grad_enabled
-_of_reference = attrgetter("shape", "dtype", "device", "layout", "requires_grad")
 
 
 def front_door(contract: F) -> F:
     """Decorate a public function, so that it asks the table of plans first."""
     names = [*inspect.signature(contract).parameters]
-    op, own = f"{contract.__module__}.{contract.__name__}", state
+    op = f"{contract.__module__}.{contract.__name__}"
 
     @functools.wraps(contract)
     def call(*args: Any, **options: Any) -> Any:
-        if is_compiling() or is_special():
+        backend = unwatched_backend()
+        if backend is None:
             return contract(*args, **options)
         values = (*args, *options.values()) if options else args
-        backend = own.backend or (current_backend() if own.not_from_python else default.backend)
+        last = recent.get(op, ())
+        for plan in last:
+            result = plan.hit(backend, options, values)
+            if result is not NotImplemented:
+                return result
+        if is_compiling() or is_transformed():
+            return contract(*args, **options)
         try:
-            if backend != "triton" and values[0].is_cpu:
-                layouts = [
-                    _of_reference(x)
-                    if (kind := type(x)) in TENSORS
-                    else (kind, x)
-                    if kind not in SEQUENCES
-                    else (kind, *x, *map(type, x))
-                    for x in values
-                ]
-            else:
-                layouts = [
-                    (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg(),
-                     place & 15 if (place := x.data_ptr()) else -1)
-                    if (kind := type(x)) in TENSORS
-                    else (kind, x)
-                    if kind not in SEQUENCES
-                    else (kind, *x, *map(type, x))
-                    for x in values
-                ]  # fmt: skip
-                if values[0].dtype is torch.float32:
-                    layouts.append((allow_tf32(),))
-            key = (op, backend, _grad_mode(), *options, *layouts)
+            key = (op, backend, _grad_mode(), *options, *map(_as_key, values))
+            if backend != "reference" and values[0].dtype is torch.float32:
+                key = *key, allow_tf32()
             plan = front.get(key)
         except (AttributeError, IndexError, RuntimeError, TypeError):
             return contract(*args, **options)  # no dense tensor first, or a value without a hash
         if plan is None:
             call = FirstCall([*names[: len(args)], *options], values)
             return call.make(contract, key, args, options)
+        if plan.hit is None:
+            plan.hit = _hit(plan, backend, options, values)
+        recent[op] = (plan, *[x for x in last if x is not plan][: MOST_RECENT - 1])
         return plan(values)
 
+    call.__dict__["_torchdynamo_inline"] = contract  # what torch.compile traces in its place
     return cast(F, call)
+
+
+def _as_key(x: Any) -> tuple[Any, ...]:
+    """Return what a plan depends on in an argument."""
+    kind = type(x)
+    if kind in TENSORS:
+        layout = x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+        return *layout, x.is_neg(), alignment(x)
+    return (kind, *x, *map(type, x)) if kind in SEQUENCES else (kind, x)
+
+
+def _hit(
+    plan: Plan, backend: str, options: dict[str, Any], values: tuple[Any, ...]
+) -> Callable[[str, dict[str, Any], tuple[Any, ...]], Any]:
+    """Return a function that makes a call by a plan if its arguments have the key of this call, and
+    else returns NotImplemented, as it also may if they do.
+
+    It is what every call pays for, so that it is made for this number of arguments, these types and
+    alignments: with x0, x2 tensors, "if backend != own or ... or not fit(x0, x2): .. run(x0, x2)".
+    """
+    n, kernels = len(values), backend == "triton" or not values[0].is_cpu
+    known: dict[str, Any] = dict(own=backend, names=[*options], key=_as_key, grad_mode=_grad_mode)
+    tests, tensors = [f"grad_mode() is not {_grad_mode()}"], dict[str, Tensor]()
+    for i, x in enumerate(values):
+        if type(x) not in TENSORS:
+            known[f"c{i}"] = x
+            tests.append(f"x{i} is not c{i} and key(x{i}) != key(c{i})")
+            continue
+        same = next((k for k, y in tensors.items() if y is x), None)
+        if same is not None:  # torch's guards refuse a tensor in two places
+            tests.append(f"x{i} is not {same}")
+            continue
+        tensors[f"x{i}"] = x
+        tests.append(f"type(x{i}) is not t{i} or x{i}.is_nested")
+        known[f"t{i}"] = type(x)
+    tests.append(f"not fit({', '.join(tensors)})")
+    known["fit"] = guard([*tensors.values()])
+    for name, x in tensors.items() if kernels else ():
+        place = f"{name}.data_ptr()"
+        off = alignment(x)
+        tests.append(place if off < 0 else f"not (p := {place}) or p & 15 != {off}")
+    if kernels and values[0].dtype is torch.float32:
+        known |= dict(allow_tf32=allow_tf32, tf32=allow_tf32())
+        tests.append("allow_tf32() is not tf32")
+    arguments = [*(f"x{i}" for i in range(n)), "None", "draw()"]
+    result = f"run({', '.join(arguments[i] for i in plan.places)})"
+    if plan.kept is not None:
+        result = f"kept({result})"
+    checks = [f"check{i}(values)" for i in range(len(plan.checks))]
+    known |= zip((f"check{i}" for i in range(n)), plan.checks)
+    known |= dict(run=plan.run, kept=plan.kept, draw=plan.draw)
+    other_names = "[*options] != names" if options else "options"
+    lines = [
+        f"if backend != own or len(values) != {n} or {other_names}:",
+        "    return NotImplemented",
+        f"{', '.join(arguments[:n])}, = values",
+        f"if {' or '.join(tests)}:",
+        "    return NotImplemented",
+        *checks,
+        f"return {result}",
+    ]
+    return FunctionType(_compiled("\n".join(lines)), known)
+
+
+@functools.lru_cache(1024)
+def _compiled(lines: str) -> CodeType:
+    names: dict[str, Any] = {}
+    source = f"def hit(backend, options, values):\n{textwrap.indent(lines, '    ')}"
+    exec(compile(source, f"<{__name__}>", "exec"), names)
+    return names["hit"].__code__
 
 
 def check_values(check: Callable[..., Any], name: str, x: Tensor, *constants: Any) -> None:
@@ -108,11 +171,11 @@ class FirstCall:
         if not all(map(_is_known, self.values)):
             return contract(*args, **options)
         before = readings.count
-        state.call = self
+        state.set(call=self)
         try:
             result = contract(*args, **options)
         finally:
-            state.call = None
+            state.set(call=None)
         if self.plan is not None and result is self.result and readings.count == before:
             front.remember(key, self.plan)
         return result
@@ -142,7 +205,8 @@ class FirstCall:
         plan = self.plan = Plan(run, kept, cast("list[int]", chosen), n, device, checks)
         seed = next((x for name, x in named if name == "dropout_seed"), None)
         before = readings.count
-        outputs = plan.run(*plan.pick((*self.values, None, seed)))
+        values = *self.values, None, seed
+        outputs = run(*[values[i] for i in plan.places])
         readings.count = before  # what the op reads, it reads again in each call
         self.result = outputs if plan.kept is None else plan.kept(outputs)
         return True
@@ -194,7 +258,8 @@ class Plan:
 
     run: the op, a function of its tensors. kept: a function that returns those of its outputs that
     the caller gets; None for all. places: where the tensors of the op are among the n arguments;
-    n for None, n + 1 for a seed that is drawn. checks: those that read tensors.
+    n for None, n + 1 for a seed that is drawn. checks: those that read tensors. hit: what `_hit`
+    returns, None before the second call.
     """
 
     def __init__(
@@ -206,16 +271,15 @@ class Plan:
         device: torch.device,
         checks: list[Any],
     ) -> None:
-        self.run, self.kept, self.checks, self.pick = run, kept, checks, getter(places)
-        self.more, self.draw = max(places) >= n, None
+        self.run, self.kept, self.checks, self.places = run, kept, checks, places
+        self.hit: Any = None
+        self.draw = None
         if max(places) > n:
             self.draw = functools.partial(random_seeds, (1,), device=device)
 
     def __call__(self, values: tuple[Any, ...]) -> Any:
-        if self.checks:
-            for check in self.checks:
-                check(values)
-        if self.more:
-            values = (*values, None, None if self.draw is None else self.draw())
-        outputs = self.run(*self.pick(values))
+        for check in self.checks:
+            check(values)
+        values = (*values, None, None if self.draw is None else self.draw())
+        outputs = self.run(*[values[i] for i in self.places])
         return outputs if self.kept is None else self.kept(outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,9 @@ from torch.autograd import forward_ad
 
 from fastformer import batch_invariance
 from fastformer.batch_invariance import on
-from fastformer.eager import formula
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 BACKENDS = ("auto", "triton", "reference")
 _CHOICE = "fastformer: backend"  # a key of the state that torch copies to autograd's threads
@@ -29,6 +29,13 @@ _profiles = torch._C._autograd._profiler_enabled
 _traces = torch._C._get_tracing_state
 
 
+class _Default:
+    backend = os.environ.get("FASTFORMER_BACKEND") or "auto"
+
+
+default = _Default()
+
+
 class _State(threading.local):
     def __init__(self) -> None:  # torch.compile guards on instance attributes
         self.backend: str | None = None
@@ -38,27 +45,22 @@ class _State(threading.local):
         self.on_call: Callable[[str, Any], None] | None = None  # only with an on_choice
         self.on_unsupported: Callable[[str, str], None] | None = None
         self.call: Any = None  # the `front.FirstCall` that is made
-        self.watched = False  # whether explained or on_choice is set
+        self.by_formula = False  # within `use_formula`
         # True in the threads of autograd, which run the backward on a GPU and recompute
         # checkpoints.
         self.not_from_python = isinstance(threading.current_thread(), threading._DummyThread)
+        self.set()
 
-    def explain(self, explained: list[tuple[Any, dict[str, Any]]] | None) -> None:
-        """Begin or end an `explain`."""
-        self.explained = explained
-        self.watched = not (explained is self.on_choice is None)
-
-    def observe(self, on_choice: Any, on_unsupported: Any, on_call: Any) -> None:
-        """Set the functions of `backends.observe`."""
-        self.on_choice, self.on_unsupported, self.on_call = on_choice, on_unsupported, on_call
-        self.watched = not (self.explained is on_choice is None)
-
-
-class _Default:
-    backend = os.environ.get("FASTFORMER_BACKEND") or "auto"
+    def set(self, **fields: Any) -> None:
+        """Set fields by their names."""
+        self.__dict__.update(fields)
+        nothing = self.explained is self.on_choice is self.call is None
+        self.watched = self.by_formula or not nothing
+        known = None if self.not_from_python else default.backend
+        # The backend of calls that nothing watches, None if that has to be found out.
+        self.plain = None if self.watched else self.backend or known
 
 
-default = _Default()
 state = _State()
 
 
@@ -94,9 +96,20 @@ class use_backend:
 
 
 def _set_backend(name: str | None, inherited: str | None) -> None:
-    state.backend = name
+    state.set(backend=name)
     if not torch.compiler.is_compiling():
         torch._C._stash_obj_in_tls(_CHOICE, inherited)
+
+
+@contextmanager
+def use_formula() -> Iterator[None]:
+    """Make ops compute their formulas from differentiable primitives: for double backwards."""
+    previous = state.by_formula
+    state.set(by_formula=True)
+    try:
+        yield
+    finally:
+        state.set(by_formula=previous)
 
 
 def current_backend() -> str:
@@ -114,28 +127,26 @@ def _inherited() -> str | None:
     return torch._C._get_obj_in_tls(_CHOICE)
 
 
-def is_special(watched: bool = True) -> bool:
-    """Return whether something transforms or changes the calls of this thread: autocast, a
-    transform of torch.func, forward-mode differentiation, torch.jit.trace, `batch_invariant`, or
-    the first call of another plan; or, if `watched`, whether something may watch them: a mode, a
-    profiler, an observer, or a log of the choices. torch.compile is not among them.
+def unwatched_backend() -> str | None:
+    """Return `current_backend()`, or None if something watches or changes the calls of this thread
+    that the guards of a plan do not see: a function mode, a profiler, an observer, a log of the
+    choices, forward-mode differentiation, `use_formula`, or the first call of another plan.
+    torch.compile is not among them.
+    """
+    if _functions() > 0 or _profiles() or forward_ad._current_level >= 0 or _logs(logging.INFO):
+        return None
+    return state.plain or (None if state.watched else current_backend())
+
+
+def is_transformed() -> bool:
+    """Return whether something watches or changes the calls of this thread that the guards of a
+    plan see: a dispatch mode, autocast, a transform of torch.func, torch.jit.trace, or
+    `batch_invariant`.
     """
     return (
-        _autocasts()
+        _modes() > 0
+        or _autocasts()
         or _transforms() is not None
-        or forward_ad._current_level >= 0
         or _traces() is not None
-        or state.call is not None
-        or formula.always
         or (batch_invariance.entered and on())
-        or (
-            watched
-            and (
-                _modes() > 0
-                or _functions() > 0
-                or _profiles()
-                or state.watched
-                or _logs(logging.INFO)
-            )
-        )
     )

@@ -67,7 +67,7 @@ def check(cache, listed):
     for b, (key, value) in enumerate(listed.rows):
         alone = q[b : b + 1], key[None], value[None]
         wide = [x.double() for x in alone]
-        with ff.use_backend("reference"), ff.eager.use_formula():
+        with ff.use_backend("reference"), ff.dispatch.state.use_formula():
             outputs = [ff.scaled_dot_product_attention(*x, **options) for x in (wide, alone)]
             shares = [ff.attention_weights(*x[:2], **options) for x in (wide, alone)]
         check_output(out[b : b + 1], *outputs)

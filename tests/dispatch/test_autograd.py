@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer as ff
-from fastformer import eager, use_backend
+from fastformer import use_backend
+from fastformer.dispatch.state import use_formula
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +257,7 @@ def test_double_backward(device, name):
 
         inputs, results = [tensors[n] for n in some], []
         for backend in ("reference", "triton"):
-            with use_backend(backend), eager.use_formula():
+            with use_backend(backend), use_formula():
                 grads = torch.autograd.grad(loss(*inputs), inputs, create_graph=True)
                 total = sum(g.square().sum() for g in grads)
                 twice = [torch.zeros_like(x) for x in inputs]

@@ -115,7 +115,7 @@ def test_second_derivatives(name, device):
     call, leaves = made(name, device)
     found = []
     for backend in ("reference", "triton"):
-        with use_backend(backend), ff.eager.use_formula():
+        with use_backend(backend), ff.dispatch.state.use_formula():
             grads = torch.autograd.grad(call().sin().sum(), leaves, create_graph=True)
             total = sum(g.square().sum() for g in grads)
             found.append(torch.autograd.grad(total, leaves))

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import fastformer as ff
 from fastformer import numerics
 from fastformer.dispatch import backends
-from fastformer.eager import use_formula
+from fastformer.dispatch.state import use_formula
 
 B, H, Q, K, D = 2, 3, 17, 20, 8
 SDPA = ff.scaled_dot_product_attention

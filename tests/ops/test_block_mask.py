@@ -11,7 +11,8 @@ from test_attention import Largest, clean_and_poisoned
 from torch.nn.attention import flex_attention
 
 import fastformer as ff
-from fastformer import eager, mask_tiles
+from fastformer import mask_tiles
+from fastformer.dispatch.state import state
 
 ROWS, COLUMNS = 128, 64
 
@@ -305,7 +306,7 @@ def attend(dense, mask=None):
     mask = ff.block_mask(dense) if mask is None else mask
 
     def call(query, key, value, **options):
-        given = dense if eager.formula.always else mask
+        given = dense if state.by_formula else mask
         return ff.scaled_dot_product_attention(query, key, value, given, **options)
 
     return call
@@ -476,7 +477,7 @@ def test_packed(backend, device, against_oracle, case):
         seen[q0:q1, k0:k1] &= (j <= i + (right or 0)) | (right is None)
 
     def call(query, key, value, **given):
-        if not eager.formula.always:
+        if not state.by_formula:
             out, lse = ff.packed_attention(
                 query, key, value, q, k, 120, 180, attn_mask=mask, return_lse=True, **given, **more
             )
@@ -514,7 +515,7 @@ def test_packed_slopes(backend, device, against_oracle, slopes):
     slopes, mask = torch.rand(slopes), images(200)
 
     def call(query, key, value):
-        if not eager.formula.always:
+        if not state.by_formula:
             more = dict(attn_mask=mask, alibi_slopes=slopes)
             return ff.packed_attention(query, key, value, queries, keys, 120, 140, **more)
         dense, outputs = mask.dense(), []

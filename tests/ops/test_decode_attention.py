@@ -79,7 +79,7 @@ def check(tensors, options):
 
     given, dtype = tensors | options, tensors["query"].dtype
     have = results(dtype)
-    with use_backend("reference"), ff.eager.use_formula():
+    with use_backend("reference"), ff.dispatch.state.use_formula():
         eager = results(dtype)
         wide = results(torch.float64)
     for x, want, peer in zip(have, wide, eager, strict=True):

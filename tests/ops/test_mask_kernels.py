@@ -8,7 +8,8 @@ from test_attention import clean_and_poisoned
 from test_block_mask import attend, inputs
 
 import fastformer as ff
-from fastformer import eager, plans, use_backend
+from fastformer import plans, use_backend
+from fastformer.dispatch.state import state
 
 pytest.importorskip("fastformer.kernels.attention.plan")
 
@@ -81,7 +82,7 @@ def test_masks(work, against_oracle, name):
     mask, block, counts = PATTERNS[name], ff.block_mask(PATTERNS[name]), []
 
     def call(**x):
-        if eager.formula.always:
+        if state.by_formula:
             return ff.scaled_dot_product_attention(**x, attn_mask=mask, **OPTIONS["dropout"])
         out, options = [], OPTIONS["dropout"] | dict(attn_mask=block)
         found = work(lambda: out.append(ff.scaled_dot_product_attention(**x, **options)))
@@ -243,7 +244,7 @@ def attend_documents(dense):
     options = dict(attn_mask=ff.block_mask(dense), is_causal=True, causal_alignment="bottom_right")
 
     def call(query, key, value):
-        if not eager.formula.always:
+        if not state.by_formula:
             return ff.packed_attention(query, key, value, queries, keys, 136, 110, **options)
         heads = (x.transpose(0, 1) for x in (query, key, value))
         return ff.scaled_dot_product_attention(*heads, seen).transpose(0, 1)

@@ -23,6 +23,9 @@ def test_the_ledger_holds(accuracy, device, op, condition):
     path = accuracy.RESULTS / f"{accuracy.stem(device)}.csv"
     committed = accuracy.read(path) if path.exists() else {}
     assert committed or device.type == "cuda"
+    # The reference calls ops of torch, and in the interpreter products of float32 are numpy's. Their
+    # rounding differs from CPU to CPU, by up to four times where logits are large.
+    by_numpy = {"float32"} if device.type == "cpu" and "attention" in op else set()
     cases = [case for case in accuracy.CASES if case.op == op and case.sampled]
     rows = accuracy.ledger(cases, accuracy.DTYPES, device, [condition])
     assert {row["provider"] for row in rows} == {"eager", "reference", "triton"}
@@ -30,8 +33,7 @@ def test_the_ledger_holds(accuracy, device, op, condition):
         if row["provider"] not in accuracy.OURS:
             continue
         assert row["of limit"] <= 1, row
-        # The reference calls ops of torch, whose rounding differs from CPU to CPU.
-        if committed and row["provider"] == "triton":
+        if committed and row["provider"] == "triton" and row["dtype"] not in by_numpy:
             key = tuple(row[name] for name in accuracy.KEY)
             assert not accuracy.worse(row, committed[key]), row
 

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.dispatch import backends
-from fastformer.dispatch.state import is_special
+from fastformer.dispatch.state import is_transformed, unwatched_backend
 from fastformer.drop_in.replacements.base import AnySignature
 from fastformer.drop_in.replacements.sublayers import feed_forward, normalized_sum, unfit
 from fastformer.nn.stream import is_unmodified
@@ -332,8 +331,8 @@ def _torch_is_faster(x: Any = None, *others: Any) -> bool:
     cpu = type(x) is Tensor and x.is_cpu
     return (
         cpu
-        and not (torch.compiler.is_compiling() or is_special())
-        and backends.draws_by_torch(x.device)
+        and not (torch.compiler.is_compiling() or is_transformed())
+        and unwatched_backend() == "auto"
     )
 
 

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from fastformer.dispatch import backends
-from fastformer.dispatch.state import is_special
+from fastformer.dispatch.state import is_transformed
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
     Accelerated,
@@ -236,7 +237,7 @@ def is_left_to_torch(
         and x.dim() == 3
         and torch.backends.mha.get_fastpath_enabled()
         and not torch.compiler.is_compiling()
-        and not (backends.prefers_kernels(x) or is_special(watched=False))
+        and not (backends.prefers_kernels(x) or is_transformed() or forward_ad._current_level >= 0)
         and (padding is None or (type(padding) is Tensor and _leaves_keys(padding, x)))
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention, beyond_torch
-from fastformer.eager import eager, formula, gradients_through, may_read
+from fastformer.dispatch.state import state
+from fastformer.eager import eager, gradients_through, may_read
 from fastformer.ops.attention.masks import LEAST, NO_TERMS, finite, is_causal_as_torch
 
 
@@ -22,7 +24,7 @@ def torch_computes(query: Tensor, value: Tensor, attention: Attention, others: l
 
     others: the options that `beyond_torch` returns.
     """
-    if not query.is_cpu or query.dtype is torch.float64 or formula.always:
+    if not query.is_cpu or query.dtype is torch.float64 or state.by_formula:
         return False
     if others and not NO_TERMS.isdisjoint(others):
         return False
@@ -54,46 +56,49 @@ def options_beyond(query: Tensor, key: Tensor, attention: Attention) -> tuple[li
     return others, p
 
 
-def direct(
+def torch_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention: Attention,
-    by_formula: Callable[..., Tensor],
-) -> Callable[..., Tensor] | None:
-    """Return torch's own op as a function of query, key, value and a mask or a bias, for calls with
-    these shapes; None if it computes none of them. by_formula: the same by the formula, for tensors
-    that torch's op does not take.
+    by_formula: Callable[..., Any],
+) -> Callable[..., Any] | None:
+    """Return torch's own op with only causality, only a mask or only a bias, as a function of
+    query, key, value and the mask or the bias of calls with these layouts; None if it computes none
+    of them. by_formula: the same by the formula, for tensors that torch's op does not take.
     """
     others, p = options_beyond(query, key, attention)
-    is_causal, scale = attention.is_causal, attention.scale
-    if key.shape[1] != query.shape[1] or attention.key_lengths is not None:
-        return None
+    is_causal, scale, bias = attention.is_causal, attention.scale, attention.bias
     if not torch_computes(query, value, attention, others):
         return None
     usual = None if scale == 1.0 / math.sqrt(query.shape[3]) else scale
-    if others:
-        apply = dict(attn_mask=_masked_attention, bias=_biased_attention).get(others[0])
-        if len(others) > 1 or is_causal or apply is None:
-            return None
-
-        def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-            out = apply(query, key, value, mask, usual, p)
-            return by_formula(query, key, value, mask) if out is None else out
-
-        return run
-    if not is_causal_as_torch(attention):
+    with_gradient = differentiates(query, key, value, bias)
+    attend: Callable[..., Tensor | None]
+    if not others and is_causal_as_torch(attention):
+        if usual is None and not (p or is_causal or with_gradient) and _is_long(key):
+            return F.scaled_dot_product_attention
+        attend = functools.partial(_plain, is_causal=is_causal, scale=usual, p=p)
+    elif len(others) != 1 or is_causal or not eager(query):
         return None
-    if is_causal or p or key.shape[2] < 16:
+    elif attention.attn_mask is not None:
+        attend = functools.partial(_masked, scale=usual, p=p, with_gradient=with_gradient)
+    elif bias is not None and eager(bias):
+        attend = functools.partial(_biased, scale=usual, p=p, with_gradient=with_gradient)
+    else:
+        return None
 
-        def run_plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            out = _plain(query, key, value, is_causal, usual, p)
-            return by_formula(query, key, value) if out is None else out
+    # Where torch's op is not a fused one, its output is contiguous.
+    by_fused = not p and (bias is None or not bias.requires_grad)
+    mask = bias if attention.attn_mask is None else attention.attn_mask
+    fits = not others or mask is None or mask.dim() in (2, 4)
 
-        return run_plain
-    if usual is None and not differentiates(query, key, value):
-        return F.scaled_dot_product_attention
-    return lambda query, key, value: fused(query, key, value, None, 0.0, False, scale=usual)
+    def run(*tensors: Tensor) -> Any:
+        out = attend(*tensors) if fits else attend(*tensors[:3], _fitting(tensors[3]))
+        if out is None:
+            return by_formula(*tensors)
+        return out if by_fused else in_order_of(tensors[0], out)
+
+    return run
 
 
 def fused(*given: Any, **scale: Any) -> Tensor:
@@ -120,36 +125,12 @@ def _with_graph(found: tuple[Any, ...], grad: tuple[Any, ...]) -> tuple[Any, ...
     return tuple(gradients_through([out], grad, wanted))
 
 
-def by_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention: Attention,
-    others: list[str],
-    p: float = 0.0,
-) -> Tensor | None:
-    """Call torch's op with only causality, only a mask or only a bias, and with dropout p.
-
-    Return None for any other description, and if key, value or result need more preparation.
-    others: the options that `beyond_torch` returns.
+def _is_long(key: Tensor) -> bool:
+    """Return whether rows have as many scores as a SIMD vector. In shorter ones torch's op ignores
+    NaN in the maximum of the row, except with a mask.
     """
-    is_causal, scale = attention.is_causal, attention.scale
-    if not others:
-        if not is_causal_as_torch(attention):
-            return None
-        return _plain(query, key, value, is_causal, scale, p)
-    if len(others) > 1 or is_causal or not eager(query):
-        return None
-    mask, bias = attention.attn_mask, attention.bias
-    if mask is not None:
-        return _masked_attention(query, key, value, mask, scale, p)
-    if attention.key_lengths is not None:
-        lengths = attention.key_lengths.view(-1, 1, 1, 1)
-        mask = torch.arange(key.shape[2], device=key.device) < lengths
-        return _masked_attention(query, key, value, mask, scale, p)
-    if bias is None or not may_read(bias):
-        return None
-    return _biased_attention(query, key, value, bias, scale, p)
+    exported = torch.compiler.is_exporting()  # a comparison would bound the exported sizes
+    return not exported and key.shape[2] >= 16
 
 
 def _plain(
@@ -157,19 +138,17 @@ def _plain(
 ) -> Tensor | None:
     """Call torch's op without a mask or a bias of the caller; return None if it may spread a NaN.
 
-    If a row is shorter than a SIMD vector, torch's op ignores NaN in the maximum of the row, except
-    with a mask. So short rows get a mask that changes nothing.
+    Short rows get a mask that changes nothing.
     """
     rows, columns = query.shape[2], key.shape[2]
-    exported = torch.compiler.is_exporting()  # a comparison would bound the exported sizes
     # With dropout the weights are computed one by one, without a mistake.
-    if p or (not exported and columns >= 16 and not (is_causal and rows < 16)):
+    if p or (_is_long(key) and not (is_causal and rows < 16)):
         return fused(query, key, value, None, p, is_causal, scale=scale)
     if eager(query):
         mask = _short_mask(rows, columns, is_causal, query.dtype)
         out = fused(query, key, value, mask, 0.0, scale=scale)
         return None if is_causal and not finite(out) else out
-    if is_causal and not exported:
+    if is_causal and not torch.compiler.is_exporting():
         return None
     mask = query.new_zeros(()).expand(rows, columns)
     if is_causal:
@@ -209,37 +188,61 @@ _HIDDEN = {
 } | {torch.float16: -math.inf}
 
 
-def _masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, p: float
+def _masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    p: float,
+    with_gradient: bool,
 ) -> Tensor | None:
     """Call torch's op with a mask, boolean or of -inf; return None if the result holds NaN.
 
     A result without NaN is right: torch's op returns zeros for a query that sees no key, and a key
     that is masked out for all queries did not contribute, whatever it holds.
     """
-    if mask.dim() < 2:
-        mask = mask.view(1, -1)
-    out = fused(query, key, value, mask, p, scale=scale)
-    if out.requires_grad and mask.shape[-2] == 1 and not (finite(key) and finite(value)):
+    if not with_gradient:
+        out = F.scaled_dot_product_attention(query, key, value, mask, p, scale=scale)
+    elif mask.shape[-2] == 1 and not (finite(key) and finite(value)):
         return None  # the gradients might not be finite
+    else:
+        out = fused(query, key, value, mask, p, scale=scale)
     return None if _holds_nan(out) else out
 
 
-def _biased_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float | None, p: float
+def _biased(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scale: float | None,
+    p: float,
+    with_gradient: bool,
 ) -> Tensor | None:
     """Call torch's op with a bias. Return None if the gradient of torch's op would lose too many
-    digits, or as `_masked_attention` does.
+    digits, or as `_masked` does.
     """
-    if differentiates(query, key, value, bias):
+    if with_gradient:
         if not near_zero(bias):  # this also excludes rows that finfo.min masks out
             return None
     elif float(bias.min()) >= LEAST[bias.dtype]:
-        mask = bias if bias.dim() > 1 else bias.view(1, -1)  # torch's op needs 2 dimensions
-        return fused(query, key, value, mask, p, scale=scale)
+        return F.scaled_dot_product_attention(query, key, value, bias, p, scale=scale)
     else:  # torch's op masks out -inf only
         bias = torch.threshold(bias, _HIDDEN[bias.dtype], -math.inf)
-    return _masked_attention(query, key, value, bias, scale, p)
+    return _masked(query, key, value, bias, scale, p, with_gradient)
+
+
+def _fitting(mask: Tensor) -> Tensor:
+    """Return a view of a mask of 1 or 3 dimensions with 2 or 4, which torch's fused op takes."""
+    return mask[None] if mask.dim() == 3 else mask.view(1, -1)
+
+
+def in_order_of(query: Tensor, x: Tensor) -> Tensor:
+    """Return x [B, H, S, D] in the order of [B, S, H, D] if the query is, as the kernels do."""
+    if query.shape[1] > 1 and query.stride(1) < query.stride(2):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x.contiguous()
 
 
 def near_zero(added: Tensor) -> bool:

@@ -25,13 +25,13 @@ def _by_torch(
         scale=attention.scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return reference.in_order_of(query, output)
+    return by_torch.in_order_of(query, output)
 
 
 def _direct(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
 ) -> Callable[..., Tensor] | None:
-    if return_lse:
+    if return_lse or key.shape[1] != query.shape[1] or attention.key_lengths is not None:
         return None
     masked = attention.attn_mask is not None
     without = attention._replace(attn_mask=None, bias=None)
@@ -40,7 +40,7 @@ def _direct(
         described = without._replace(attn_mask=x) if masked else without._replace(bias=x)
         return reference.scaled_dot_product_attention(query, key, value, described)
 
-    return by_torch.direct(query, key, value, attention, by_formula)
+    return by_torch.torch_op(query, key, value, attention, by_formula)
 
 
 def _suits_torch(arguments: Arguments) -> bool:

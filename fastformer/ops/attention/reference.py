@@ -9,14 +9,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention
-from fastformer.eager import eager, formula, may_read
+from fastformer.dispatch.state import state
+from fastformer.eager import eager, may_read
 from fastformer.ops.attention.by_torch import (
-    by_torch,
     differentiates,
     fused,
+    in_order_of,
     near_zero,
     options_beyond,
     torch_computes,
+    torch_op,
 )
 from fastformer.ops.attention.masks import (
     added_to_scores,
@@ -113,13 +115,6 @@ def scaled_dot_product_attention(
     return in_order_of(query, out), peak + log_sum
 
 
-def in_order_of(query: Tensor, x: Tensor) -> Tensor:
-    """Return x [B, H, S, D] in the order of [B, S, H, D] if the query is, as the kernels do."""
-    if query.shape[1] > 1 and query.stride(1) < query.stride(2):
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    return x.contiguous()
-
-
 def _with_block_mask(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
 ) -> Any:
@@ -151,10 +146,10 @@ def attention_block(
     if key.shape[1] != heads:
         key, value = _grouped(key, heads), _grouped(value, heads)
     others, p = options_beyond(query, key, attention)
-    fast = not return_lse and torch_computes(query, value, attention, others)
-    out = by_torch(query, key, value, attention, others, p) if fast else None
+    out = None if return_lse else _by_torch(query, key, value, attention, others)
     if out is not None:
         return out
+    fast = not return_lse and torch_computes(query, value, attention, others)
     if not others and is_causal_as_torch(attention):  # torch's op gave no result: use the formula
         fast = False
     visible, keys, added = score_terms(query, key, attention, others)
@@ -186,6 +181,22 @@ def attention_block(
         nothing = float("-inf") if sinks is None else _constant_at_inf(sinks).view(-1, 1) - peak
         log_sum = torch.where(empty.squeeze(-1), nothing, log_sum)
     return out, peak, log_sum
+
+
+def _by_torch(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, others: list[str]
+) -> Tensor | None:
+    """Return the output of torch's own op with at most one mask or bias, if it computes it."""
+    if others == ["key_lengths"] and not attention.is_causal:
+        assert attention.key_lengths is not None
+        columns = torch.arange(key.shape[2], device=key.device)
+        seen = columns < attention.key_lengths.view(-1, 1, 1, 1)
+        attention = attention._replace(attn_mask=seen, key_lengths=None)
+    run = torch_op(query, key, value, attention, lambda *tensors: None)
+    if run is None:
+        return None
+    mask = attention.bias if attention.attn_mask is None else attention.attn_mask
+    return run(query, key, value) if mask is None else run(query, key, value, mask)
 
 
 def _within_lengths(
@@ -234,7 +245,7 @@ def _saves_passes(query: Tensor, value: Tensor, attention: Attention) -> bool:
         and query.dtype is torch.float32
         and query.numel() > 0
         and value.numel() > 0
-        and not formula.always
+        and not state.by_formula
         and forward_ad._current_level < 0
         and eager(query.detach())
     )

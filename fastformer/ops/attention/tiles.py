@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention
-from fastformer.eager import eager, formula, gradients_through, may_read, use_formula
+from fastformer.dispatch.state import state, use_formula
+from fastformer.eager import eager, gradients_through, may_read
 from fastformer.mask_tiles import COLUMNS, ROWS, UNSEEN, tile_elements, tile_slots
 from fastformer.ops.attention.masks import (
     added_to_scores,
@@ -26,7 +27,7 @@ Attend = Callable[..., Any]  # `reference.attention_block`
 def computes_by_tiles(query: Tensor, attention: Attention) -> bool:
     """Return whether `by_tiles` computes a call: it reads the mask on the host."""
     spans = attention.mask_spans
-    if formula.always or not eager(query) or spans is None or not may_read(spans):
+    if state.by_formula or not eager(query) or spans is None or not may_read(spans):
         return False
     return forward_ad._current_level < 0 and query.numel() > 0
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.eager import eager, formula, gradients_through, use_formula
+from fastformer.dispatch.state import state, use_formula
+from fastformer.eager import eager, gradients_through
 
 _BLOCK = 1 << 19  # logits processed at a time: they stay in the cache
 _HELD = 1 << 24  # logits that `_ChunkedLoss` holds at a time
@@ -174,7 +175,7 @@ def _in_eager_mode(*tensors: Tensor | None) -> bool:
     """Return whether a torch.autograd.Function may compute these: eager, differentiated once."""
     given = [x for x in tensors if x is not None]
     return (
-        not formula.always
+        not state.by_formula
         and forward_ad._current_level < 0
         and all(eager(x.detach()) for x in given)
     )

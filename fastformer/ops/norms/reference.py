@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.eager import differentiable, formula, gradients_through, use_formula
+from fastformer.dispatch.state import state, use_formula
+from fastformer.eager import differentiable, gradients_through
 from fastformer.ops.dropout import dropout, dropout_scale, dropped_rows, without
 
 
@@ -73,7 +74,7 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     mixed = weight is not None and weight.dtype != input.dtype
-    if not mixed and input.dtype != torch.float64 and not formula.always:
+    if not mixed and input.dtype != torch.float64 and not state.by_formula:
         return F.rms_norm(input, normalized_shape, weight, eps)
     x = input if input.dtype == torch.float64 else input.float()
     features = tuple(range(-len(normalized_shape), 0))

@@ -6,7 +6,7 @@ A key holds no tensor. Python's 1, 1.0 and True are equal, so that a key holds t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -57,22 +57,6 @@ def getter(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
 def layout(x: Tensor) -> tuple[Any, ...]:
     """Return what a launch depends on in a tensor."""
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
-
-
-def layouts(tensors: Iterable[Tensor | None]) -> tuple[Any, ...] | None:
-    """Return the layout of each tensor; None if one of them cannot be read as it is: a subclass, or
-    one without memory of its own, or whose bits are to be negated.
-    """
-    found: list[Any] = []
-    for x in tensors:
-        if x is None:
-            found.append(None)
-            continue
-        place = x.data_ptr() if type(x) in TENSORS else 0
-        if x.is_neg() or not (place or x.numel() == 0):
-            return None
-        found.append((x.shape, x.stride(), x.dtype, x.device, place & 15))
-    return tuple(found)
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:

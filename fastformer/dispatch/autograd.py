@@ -40,12 +40,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention, pack, unpack
+from fastformer.dispatch.hits import Plan, as_key, is_known, with_hit
 from fastformer.dispatch.operation import Operation
 from fastformer.dispatch.state import is_transformed, unwatched_backend, use_formula
 from fastformer.eager import differentiable, gradients_through
-from fastformer.plans import Plans, allow_tf32, getter, layouts
+from fastformer.plans import Plans, allow_tf32, getter
 
 _transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None without any
+
+
+_NO_OPTIONS: dict[str, Any] = {}
 
 
 class _Pair:
@@ -211,11 +215,15 @@ class Differentiated:
     """A call of a kernel with a gradient, for all tensors of the same layouts.
 
     values: the arguments of the op. run: its plan, a function of the tensors of the schema. given:
-    which of these are no None; the others do not pass autograd.
+    which of these are no None; the others do not pass autograd, nor do outputs behind the first
+    `returned`.
     """
 
-    def __init__(self, pair: _Pair, run: Callable[..., Any], values: list[Any]) -> None:
-        self.pair, self.run, self.n_outputs = pair, run, pair.n_outputs
+    def __init__(
+        self, pair: _Pair, run: Callable[..., Any], values: list[Any], returned: int
+    ) -> None:
+        self.pair, self.run, self.n_outputs, self.returned = pair, run, pair.n_outputs, returned
+        self.missing = (None,) * (pair.n_outputs - returned)  # gradients
         self.given = [k for k, i in enumerate(pair.tensors) if values[i] is not None]
         n = len(self.given)
         places = {pair.tensors[k]: place for place, k in enumerate(self.given)}
@@ -236,7 +244,7 @@ class Differentiated:
         self.required = [i for i, optional in enumerate(pair.optional) if not optional]
         self.shapes: Any = None
         # By the layouts of the incoming gradients and of what was saved, which hooks may move.
-        self.backwards = Plans()
+        self.backwards, self.recent = Plans(), tuple[Plan, ...]()
 
     def needs(self, ctx: Any) -> list[bool]:
         """Return which gradients of the op are needed."""
@@ -248,15 +256,18 @@ class Differentiated:
         each = iter(tensors)
         return [next(each) if c is None else c[0] for c in self.constants]
 
-    def backward_plan(self, grads: Any, tensors: Any, needs: list[bool], retained: bool) -> Any:
-        """Return a plan of (grads, saved tensors) that returns the gradients of the inputs."""
-        pair, saved = self.pair, self.fill(tensors)
+    def backward_plan(self, tensors: Sequence[Any], needs: list[bool], retained: bool) -> Any:
+        """Return a function of the incoming gradients and the saved tensors that returns the
+        gradients of the inputs.
+        """
+        pair, grads = self.pair, tensors[: self.n_outputs]
+        saved = self.fill(tensors[self.n_outputs :])
         op = pair.op + "_backward"
         ahead = saved.pop() if pair.extra == "ahead" else None
         in_place = _is_made(ahead) and not retained
         values = [*grads, *saved, ahead if in_place else needs]
         launcher = pair.launchers[op + "_" if in_place else op]
-        number, last = itertools.count(1), len(grads) + len(tensors)
+        number, last = itertools.count(1), len(tensors)
         given = [next(number) * (x is not None) for x in grads]
         given += [next(number) if c is None else 0 for c in self.constants]
         given = [*given[: len(values) - 1], last * in_place]
@@ -279,39 +290,47 @@ class _Planned(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Differentiated, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Differentiated, *tensors: Tensor | None) -> Any:
         outputs = call.run(*call.arguments((*tensors, None)))
         if type(outputs) is not tuple:
             outputs = (outputs,)
         ctx.call = call
         ctx.save_for_backward(*call.saved((*tensors, *outputs)))
-        ctx.mark_non_differentiable(*outputs[call.n_outputs :])
         ctx.set_materialize_grads(False)
         if call.shapes is None:
             call.shapes = _shapes(outputs[: call.n_outputs])
-        return outputs
+        n = call.returned
+        if n > call.n_outputs:
+            ctx.mark_non_differentiable(*outputs[call.n_outputs : n])
+        return outputs[:n] if n > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call, saved = ctx.call, ctx.saved_tensors
-        grads = grads[: call.n_outputs]
+        tensors = *grads[: call.n_outputs], *call.missing, *saved
         retained = call.pair.extra == "ahead" and _is_retained()
-        layout = None
-        lacks = any([grads[i] is None for i in call.required])
-        if not (
-            lacks or torch.is_grad_enabled() or is_transformed() or unwatched_backend() is None
-        ):
-            layout = layouts((*grads, *saved))
-        if layout is None:
-            results = _gradients(call.pair, call.fill(saved), grads, call.shapes, call.needs(ctx))
+        values = *tensors, retained, *ctx.needs_input_grad
+        unwatched = unwatched_backend() is not None
+        for plan in call.recent if unwatched else ():
+            results = plan.hit("", _NO_OPTIONS, values)
+            if results is not NotImplemented:
+                return results
+        special = not unwatched or torch.is_grad_enabled() or is_transformed()
+        lacks = any([tensors[i] is None for i in call.required])
+        if special or lacks or not all(map(is_known, tensors)):
+            incoming = tensors[: call.n_outputs]
+            needs = call.needs(ctx)
+            results = _gradients(call.pair, call.fill(saved), incoming, call.shapes, needs)
             return call.order([None, *results])
-        tf32 = grads[0] is not None and grads[0].dtype is torch.float32 and allow_tf32()
-        key = ctx.needs_input_grad, retained, tf32, layout
+        key = allow_tf32(), *map(as_key, values)
         plan = call.backwards.get(key)
         if plan is None:
-            plan = call.backward_plan(grads, saved, call.needs(ctx), retained)
+            run = call.backward_plan(tensors, call.needs(ctx), retained)
+            plan = Plan(run, None, [*range(len(tensors))], len(values))
             call.backwards.remember(key, plan)
-        return plan(*grads, *saved)
+        else:
+            call.recent = with_hit(plan, call.recent, "", _NO_OPTIONS, values)
+        return plan(values)
 
 
 # Of torch's classes the one whose `apply` is that of C.
@@ -327,10 +346,11 @@ def plan(op: str, arguments: dict[str, Any]) -> tuple[Callable[..., Any], Any, A
     pair = _pairs[op]
     values, needs = pair.values([*arguments.values()], True)
     run = pair.launchers[op].plan(*values)
-    kept = itemgetter(*pair.kept(arguments))
+    places = pair.kept(arguments)
+    kept = itemgetter(*places)
     if any(needs):
-        call = Differentiated(pair, run, values)
-        return functools.partial(_apply_planned, call), kept, call.given
+        call = Differentiated(pair, run, values, 1 + max(places))
+        return functools.partial(_apply_planned, call), kept if max(places) else None, call.given
     return run, None if len(pair.forward._schema.returns) == 1 else kept, None
 
 

@@ -36,23 +36,31 @@ _grad_mode = torch.is_grad_enabled
 
 
 def front_door(contract: F) -> F:
-    """Decorate a public function, so that it asks the table of plans first."""
+    """Decorate a public function, so that it asks the table of plans first. Its attribute `hit`
+    asks only the last plans: it returns NotImplemented if none of them is that of the call.
+    """
     names = [*inspect.signature(contract).parameters]
     op = f"{contract.__module__}.{contract.__name__}"
 
+    def hit(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        backend = unwatched_backend()
+        if backend is not None:
+            values = (*args, *options.values()) if options else args
+            for plan in recent.get(op, ()):
+                result = plan.hit(backend, options, values)
+                if result is not NotImplemented:
+                    return result
+        return NotImplemented
+
     @functools.wraps(contract)
     def call(*args: Any, **options: Any) -> Any:
+        result = hit(args, options)
+        if result is not NotImplemented:
+            return result
         backend = unwatched_backend()
-        if backend is None:
+        if backend is None or is_compiling() or is_transformed():
             return contract(*args, **options)
-        values = (*args, *options.values()) if options else args
-        last = recent.get(op, ())
-        for plan in last:
-            result = plan.hit(backend, options, values)
-            if result is not NotImplemented:
-                return result
-        if is_compiling() or is_transformed():
-            return contract(*args, **options)
+        values = (*args, *options.values())
         try:
             key = (op, backend, _grad_mode(), *options, *map(as_key, values))
             if backend != "reference" and values[0].dtype is torch.float32:
@@ -63,10 +71,11 @@ def front_door(contract: F) -> F:
         if plan is None:
             call = FirstCall([*names[: len(args)], *options], values)
             return call.make(contract, key, args, options)
-        recent[op] = with_hit(plan, last, backend, options, values)
+        recent[op] = with_hit(plan, recent.get(op, ()), backend, options, values)
         return plan(values)
 
-    call.__dict__["_torchdynamo_inline"] = contract  # what torch.compile traces in its place
+    # What torch.compile traces in place of the call.
+    call.__dict__.update(hit=hit, _torchdynamo_inline=contract)
     return cast(F, call)
 
 

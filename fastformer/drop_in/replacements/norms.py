@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checks import autocast_dtype
+from fastformer.dispatch.front import front_door
 from fastformer.drop_in.replacements.base import (
     Accelerated,
     ops_of,
@@ -45,26 +46,40 @@ class _FusedNorm(Accelerated):
         normalized, total = found
         return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
 
+    def _normalized(self, op: Any, given: tuple[Any, ...], bias: Tensor | None) -> Tensor:
+        if not torch.compiler.is_compiling():
+            result = op.hit(given, {})
+            if result is not NotImplemented:
+                return result
+        x, _, weight, *_, eps = given
+        reason = _unsupported_norm(x, weight, bias, eps)
+        if reason is not None:
+            return self._run_original(reason, x)
+        with ops_of(self):
+            return op(*given)
+
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        reason = _unsupported_norm(input, self.weight, self.bias, self.eps)
-        if reason is not None:
-            return self._run_original(reason, input)
-        with ops_of(self):
-            return functional.layer_norm(
-                _autocast_input(input), self.normalized_shape, self.weight, self.bias, self.eps
-            )
+        given = input, self.normalized_shape, self.weight, self.bias, self.eps
+        return self._normalized(_layer_norm, given, self.bias)
 
 
 class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        reason = _unsupported_norm(x, self.weight, None, self.eps)
-        if reason is not None:
-            return self._run_original(reason, x)
-        with ops_of(self):
-            shape = self.normalized_shape
-            return functional.rms_norm(_autocast_input(x), shape, self.weight, self.eps)
+        given = x, self.normalized_shape, self.weight, self.eps
+        return self._normalized(_rms_norm, given, None)
+
+
+# With plans of their own: those of calls that passed `_unsupported_norm`.
+@front_door
+def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Tensor:
+    return functional.layer_norm(_autocast_input(x), shape, weight, bias, eps)
+
+
+@front_door
+def _rms_norm(x: Tensor, shape: Any, weight: Any, eps: float | None) -> Tensor:
+    return functional.rms_norm(_autocast_input(x), shape, weight, eps)
 
 
 def _autocast_input(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fastformer.dispatch.hits import Plan, as_key, is_known, with_hit
+from fastformer.dispatch.hits import Plan, as_key, first_tensor, is_known, with_hit
 from fastformer.dispatch.state import is_transformed, state, unwatched_backend
 from fastformer.eager import readings
 from fastformer.plans import allow_tf32, front, recent
@@ -63,11 +63,11 @@ def front_door(contract: F) -> F:
         values = (*args, *options.values())
         try:
             key = (op, backend, _grad_mode(), *options, *map(as_key, values))
-            if backend != "reference" and values[0].dtype is torch.float32:
+            if backend != "reference" and first_tensor(values).dtype is torch.float32:
                 key = *key, allow_tf32()
             plan = front.get(key)
-        except (AttributeError, IndexError, RuntimeError, TypeError):
-            return contract(*args, **options)  # no dense tensor first, or a value without a hash
+        except (AttributeError, RuntimeError, TypeError):
+            return contract(*args, **options)  # no dense tensor, or a value without a hash
         if plan is None:
             call = FirstCall([*names[: len(args)], *options], values)
             return call.make(contract, key, args, options)
@@ -137,7 +137,7 @@ class FirstCall:
         if finish is not None:
             kept = finish if kept is None else _both(kept, finish)
         chosen = [i for k, i in enumerate(places) if given is None or k in given]
-        n, device = len(self.values), self.values[0].device
+        n, device = len(self.values), first_tensor(self.values).device
         plan = self.plan = Plan(run, kept, cast("list[int]", chosen), n, device, known)
         seed = next((x for name, x in named if name == "dropout_seed"), None)
         before = readings.count

@@ -69,6 +69,11 @@ def as_key(x: Any) -> tuple[Any, ...]:
     return (kind, *x, *map(type, x)) if kind in SEQUENCES else (kind, x)
 
 
+def first_tensor(values: Sequence[Any]) -> Any:
+    """Return the first tensor among the arguments of a call; None without one."""
+    return next((x for x in values if type(x) in TENSORS), None)
+
+
 def is_known(x: Any) -> bool:
     """Return whether a key describes an argument: a tensor that can be read as it is, a plain
     value, or a sequence of these.
@@ -106,7 +111,7 @@ def hit(
         known[f"t{i}"] = type(x)
     tests.append(f"not fit({', '.join(tensors)})")
     known["fit"] = guard([*tensors.values()])
-    first = next(iter(tensors.values()))
+    first = first_tensor(values)
     kernels = backend != "reference" and not (backend == "auto" and first.is_cpu)
     for name, x in tensors.items() if kernels else ():
         place = f"{name}.data_ptr()"

@@ -53,7 +53,8 @@ class _State(threading.local):
 
     def set(self, **fields: Any) -> None:
         """Set fields by their names."""
-        self.__dict__.update(fields)
+        for name, x in fields.items():  # `__dict__.update` would break graphs of torch.compile
+            setattr(self, name, x)
         nothing = self.explained is self.on_choice is self.call is None
         self.watched = self.by_formula or not nothing
         known = None if self.not_from_python else default.backend

@@ -30,7 +30,9 @@ def attention_calls(monkeypatch):
         return op(*args, **kwargs)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", record)
-    monkeypatch.setattr(front, "is_watched", lambda: True)  # no plan, which leaves the op out
+    monkeypatch.setattr(
+        front, "unwatched_backend", lambda: None
+    )  # no plan, which leaves the op out
     return calls
 
 

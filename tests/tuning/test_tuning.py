@@ -281,7 +281,7 @@ def on_a_gpu(monkeypatch):
             patch.setattr(backends, "_caveat", lambda device: "")
             return former(op, arguments, backend)
 
-    monkeypatch.setattr(front, "is_watched", lambda: True)
+    monkeypatch.setattr(front, "unwatched_backend", lambda: None)
     monkeypatch.setattr(backends, "choose_backend", choose)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from fastformer.dispatch import state
 from fastformer import numerics, use_backend
+from fastformer.dispatch import state
 from fastformer.plans import forget
 
 # The package of the benchmarks, which is not installed. Once it is imported, its modules are found

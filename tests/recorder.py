@@ -46,7 +46,8 @@ def run_as_on_a_gpu(monkeypatch):
     modules = [m for name, m in sys.modules.items() if name.startswith("fastformer")]
     for module in [m for m in modules if hasattr(m, "may_read")]:
         monkeypatch.setattr(module, "may_read", lambda x: False)
-    monkeypatch.setattr(ff.ops.attention.reference, "torch_computes", lambda *_: False)
+    for module in (ff.ops.attention.reference, ff.ops.attention.by_torch):
+        monkeypatch.setattr(module, "torch_computes", lambda *_: False)
     for module in (ff.ops.attention.reference, ff.ops.dropout):
         monkeypatch.setattr(module, "with_zeros", lambda y, drop: y.masked_fill(drop, 0.0))
     # The plans may read values.

@@ -32,35 +32,30 @@ from fastformer.plans import allow_tf32, front, recent
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UNUSED = frozenset({"dropout_seed"})  # tensors that no op may read: without dropout
+_NO_OPTIONS: dict[str, Any] = {}
 _grad_mode = torch.is_grad_enabled
 
 
 def front_door(contract: F) -> F:
-    """Decorate a public function, so that it asks the table of plans first. Its attribute `hit`
-    asks only the last plans: it returns NotImplemented if none of them is that of the call.
+    """Decorate a public function, so that it asks the table of plans first. Its attribute `hit`, of
+    positional arguments, asks only the last plans, and returns NotImplemented if none of them fits.
     """
     names = [*inspect.signature(contract).parameters]
     op = f"{contract.__module__}.{contract.__name__}"
 
-    def hit(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        backend = unwatched_backend()
-        if backend is not None:
-            values = (*args, *options.values()) if options else args
-            for plan in recent.get(op, ()):
-                result = plan.hit(backend, options, values)
-                if result is not NotImplemented:
-                    return result
-        return NotImplemented
-
     @functools.wraps(contract)
     def call(*args: Any, **options: Any) -> Any:
-        result = hit(args, options)
-        if result is not NotImplemented:
-            return result
         backend = unwatched_backend()
-        if backend is None or is_compiling() or is_transformed():
+        if backend is None:
             return contract(*args, **options)
-        values = (*args, *options.values())
+        values = (*args, *options.values()) if options else args
+        last = recent.get(op, ())
+        for plan in last:
+            result = plan.hit(backend, options, values)
+            if result is not NotImplemented:
+                return result
+        if is_compiling() or is_transformed():
+            return contract(*args, **options)
         try:
             key = (op, backend, _grad_mode(), *options, *map(as_key, values))
             if backend != "reference" and first_tensor(values).dtype is torch.float32:
@@ -71,8 +66,16 @@ def front_door(contract: F) -> F:
         if plan is None:
             call = FirstCall([*names[: len(args)], *options], values)
             return call.make(contract, key, args, options)
-        recent[op] = with_hit(plan, recent.get(op, ()), backend, options, values)
+        recent[op] = with_hit(plan, last, backend, options, values)
         return plan(values)
+
+    def hit(*args: Any) -> Any:
+        backend = unwatched_backend()
+        for plan in recent.get(op, ()) if backend is not None else ():
+            result = plan.hit(backend, _NO_OPTIONS, args)
+            if result is not NotImplemented:
+                return result
+        return NotImplemented
 
     # What torch.compile traces in place of the call.
     call.__dict__.update(hit=hit, _torchdynamo_inline=contract)

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import use_backend
-from fastformer.dispatch.state import state
 from fastformer.dispatch import backends
+from fastformer.dispatch.state import state
 from fastformer.ops import functional
 from fastformer.ops.loss import reference
 

@@ -23,7 +23,7 @@ def test_the_ledger_holds(accuracy, device, op, condition):
     path = accuracy.RESULTS / f"{accuracy.stem(device)}.csv"
     committed = accuracy.read(path) if path.exists() else {}
     assert committed or device.type == "cuda"
-    # The reference calls ops of torch, and in the interpreter products of float32 are numpy's. Their
+    # The reference calls ops of torch, and the interpreter's products of float32 are numpy's. Their
     # rounding differs from CPU to CPU, by up to four times where logits are large.
     by_numpy = {"float32"} if device.type == "cpu" and "attention" in op else set()
     cases = [case for case in accuracy.CASES if case.op == op and case.sampled]

@@ -48,7 +48,7 @@ class _FusedNorm(Accelerated):
 
     def _normalized(self, op: Any, given: tuple[Any, ...], bias: Tensor | None) -> Tensor:
         if not torch.compiler.is_compiling():
-            result = op.hit(given, {})
+            result = op.hit(*given)
             if result is not NotImplemented:
                 return result
         x, _, weight, *_, eps = given

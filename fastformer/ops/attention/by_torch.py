@@ -202,12 +202,10 @@ def _masked(
     A result without NaN is right: torch's op returns zeros for a query that sees no key, and a key
     that is masked out for all queries did not contribute, whatever it holds.
     """
-    if not with_gradient:
-        out = F.scaled_dot_product_attention(query, key, value, mask, p, scale=scale)
-    elif mask.shape[-2] == 1 and not (finite(key) and finite(value)):
+    if with_gradient and mask.shape[-2] == 1 and not (finite(key) and finite(value)):
         return None  # the gradients might not be finite
-    else:
-        out = fused(query, key, value, mask, p, scale=scale)
+    attend = fused if with_gradient and not p else F.scaled_dot_product_attention
+    out = attend(query, key, value, mask, p, scale=scale)
     return None if _holds_nan(out) else out
 
 

@@ -196,6 +196,7 @@ class Needs(NamedTuple):
     input_bias: bool = False
 
 
+NOTHING = (0,), (1,)  # the shape and the strides of a gradient that is not needed
 _OF_SUMS = "rms", "need_weight", "need_bias", "need_input_bias", "acc"  # fields of `BackwardCase`
 
 
@@ -291,11 +292,13 @@ class Backward:
         residual, and those of the parameters: weight, bias and the bias of x. What is not needed is
         empty.
         """
-        needs, none = self.needs, x.new_empty_strided((0,), (1,))
-        dx = x.new_empty_strided(*self.like) if needs.x else none
-        dinput = x.new_empty_strided(*self.like) if needs.x and needs.residual else none
-        made = zip(needs[2:], parameters)
-        results = [torch.empty_like(p) if need and p is not None else none for need, p in made]
+        needs = self.needs
+        dx = x.new_empty_strided(*(self.like if needs.x else NOTHING))
+        dinput = x.new_empty_strided(*self.like) if needs.x and needs.residual else dx
+        results = [
+            torch.empty_like(p) if need and p is not None else x.new_empty_strided(*NOTHING)
+            for need, p in zip(needs[2:], parameters)
+        ]
         if not self.runs:
             return [dx, dinput, *(t.zero_() for t in results)]
         statistics = mean, reciprocal

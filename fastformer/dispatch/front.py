@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from fastformer.checks import autocast_dtype
 from fastformer.dispatch.hits import Plan, as_key, first_tensor, is_known, with_hit
 from fastformer.dispatch.state import is_transformed, state, unwatched_backend
 from fastformer.eager import readings
@@ -54,11 +55,13 @@ def front_door(contract: F) -> F:
             result = plan.hit(backend, options, values)
             if result is not NotImplemented:
                 return result
-        if is_compiling() or is_transformed():
+        if is_compiling() or is_transformed(by_autocast=False):
             return contract(*args, **options)
         try:
-            key = (op, backend, _grad_mode(), *options, *map(as_key, values))
-            if backend != "reference" and first_tensor(values).dtype is torch.float32:
+            first = first_tensor(values)
+            state_of_thread = backend, _grad_mode(), autocast_dtype(first)
+            key = (op, *state_of_thread, *options, *map(as_key, values))
+            if backend != "reference" and first.dtype is torch.float32:
                 key = *key, allow_tf32()
             plan = front.get(key)
         except (AttributeError, RuntimeError, TypeError):
@@ -99,6 +102,7 @@ class FirstCall:
     def __init__(self, names: list[str], values: tuple[Any, ...]) -> None:
         self.names, self.values = names, values
         self.checks: list[tuple[Callable[..., Any], str, Tensor, tuple[Any, ...]]] = []
+        self.autocast = autocast_dtype(first_tensor(values)) is not None
         self.plan: Plan | None = None
         self.result: Any = None
 
@@ -137,6 +141,8 @@ class FirstCall:
         if None in places or needed.difference(places) or len(known) < len(checks):
             return False
         run, kept, given = make()
+        if self.autocast:
+            run = _outside_autocast(run, first_tensor(self.values).device.type)
         if finish is not None:
             kept = finish if kept is None else _both(kept, finish)
         chosen = [i for k, i in enumerate(places) if given is None or k in given]
@@ -175,6 +181,20 @@ class FirstCall:
         if place is None:
             return None
         return lambda values: check(name, values[place], *constants)
+
+
+def _outside_autocast(run: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """Return `run` without torch.autocast, which the contract has applied."""
+
+    def outside(*tensors: Any) -> Any:
+        before = torch.is_autocast_enabled(device)
+        torch.set_autocast_enabled(device, False)
+        try:
+            return run(*tensors)
+        finally:
+            torch.set_autocast_enabled(device, before)
+
+    return outside
 
 
 def _both(first: Callable[[Any], Any], then: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.checks import random_seeds
+from fastformer.checks import autocast_dtype, random_seeds
 from fastformer.plans import SEQUENCES, TENSORS, alignment, allow_tf32, guard
 
 MOST_ASKED = 4  # plans whose `hit` a call asks before the table of all
@@ -117,6 +117,10 @@ def hit(
         place = f"{name}.data_ptr()"
         off = alignment(x)
         tests.append(place if off < 0 else f"not (p := {place}) or p & 15 != {off}")
+    dtype = autocast_dtype(first)
+    if dtype is not None:  # whether it is on is among the keys that torch's guards see
+        known |= dict(autocast_dtype=autocast_dtype, dtype=dtype)
+        tests.append(f"autocast_dtype({next(iter(tensors))}) is not dtype")
     if kernels and first.dtype is torch.float32:
         known |= dict(allow_tf32=allow_tf32, tf32=allow_tf32())
         tests.append("allow_tf32() is not tf32")

@@ -139,14 +139,14 @@ def unwatched_backend() -> str | None:
     return state.plain or (None if state.watched else current_backend())
 
 
-def is_transformed() -> bool:
+def is_transformed(by_autocast: bool = True) -> bool:
     """Return whether something watches or changes the calls of this thread that the guards of a
-    plan see: a dispatch mode, autocast, a transform of torch.func, torch.jit.trace, or
-    `batch_invariant`.
+    plan see: a dispatch mode, autocast unless it does not count, a transform of torch.func,
+    torch.jit.trace, or `batch_invariant`.
     """
     return (
         _modes() > 0
-        or _autocasts()
+        or (by_autocast and _autocasts())
         or _transforms() is not None
         or _traces() is not None
         or (batch_invariance.entered and on())

@@ -116,7 +116,7 @@ LAYOUTS = "plain", "plain", "transposed", "sliced", "shifted"
 STATES = dict(
     backend=("auto", "reference", "triton"),
     mode=(torch.enable_grad, torch.enable_grad, torch.no_grad),
-    autocast=(False, False, True),
+    autocast=(None, None, torch.bfloat16, torch.float16),
     thread=(False, True),
     dtype=DTYPES,
     same=(None, None, "last", "all"),
@@ -195,7 +195,8 @@ def result(call, given, wanted):
     """Outputs and gradients of a call, in bits, or its error."""
     outputs = ()
     torch.manual_seed(1)  # of dropout
-    with call["mode"](), torch.autocast("cpu", torch.bfloat16, enabled=call["autocast"]):
+    autocast = call["autocast"]
+    with call["mode"](), torch.autocast("cpu", autocast, enabled=autocast is not None):
         try:
             with ff.use_backend(call["backend"]):
                 outputs = OPS[call["op"]][0](**given)

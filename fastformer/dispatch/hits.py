@@ -99,8 +99,9 @@ def hit(
     tests, tensors = [f"grad_mode() is not {_grad_mode()}"], dict[str, Tensor]()
     for i, x in enumerate(values):
         if type(x) not in TENSORS:
-            known[f"c{i}"] = x
-            tests.append(f"x{i} is not c{i} and key(x{i}) != key(c{i})")
+            known |= {f"c{i}": x, f"k{i}": as_key(x)}
+            same = "True" if type(x) is list else f"x{i} is not c{i}"  # a list may change
+            tests.append(f"{same} and key(x{i}) != k{i}")
             continue
         same = next((k for k, y in tensors.items() if y is x), None)
         if same is not None:  # torch's guards refuse a tensor in two places
@@ -129,7 +130,7 @@ def hit(
     if plan.kept is not None:
         result = f"kept({result})"
     checks = [f"check{i}(values)" for i in range(len(plan.checks))]
-    known |= zip((f"check{i}" for i in range(n)), plan.checks)
+    known |= {f"check{i}": check for i, check in enumerate(plan.checks)}
     known |= dict(run=plan.run, kept=plan.kept, draw=plan.draw)
     other_names = "[*options] != names" if options else "options"
     lines = [

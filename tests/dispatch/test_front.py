@@ -266,6 +266,17 @@ def test_equal_options(backend):
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_list_that_has_changed(backend):
+    """It is the same object as in the calls before, with other numbers."""
+    x, shape = torch.randn(4, 8), [8]
+    with ff.use_backend(backend):
+        for _ in range(3):
+            ff.layer_norm(x, shape)
+        shape.insert(0, 4)
+        assert torch.equal(ff.layer_norm(x, shape), ff.layer_norm(x, (4, 8)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_names_tell_calls_apart(backend):
     """The same tensors for other parameters."""
     x, w = torch.randn(4, 8), torch.randn(8)

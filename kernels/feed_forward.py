@@ -37,14 +37,7 @@ from torch import Tensor
 
 from fastformer.batch_invariance import on
 
-from .common import (
-    INTERPRETED,
-    Size,
-    dropout_arguments,
-    dropout_keep,
-    dropout_stream,
-    tile_in_turn,
-)
+from .common import INTERPRETED, Size, dropout_arguments, dropout_keep, dropout_stream, tile_in_turn
 from .launch import (
     Launch,
     accumulator,

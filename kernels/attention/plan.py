@@ -64,14 +64,7 @@ from .scores import (
     Sizes,
     Tile,
 )
-from .short_backward import (
-    SEPARATE,
-    RowLayouts,
-    ShortLaunch,
-    pays,
-    short_kernels,
-    short_obstacle,
-)
+from .short_backward import SEPARATE, RowLayouts, ShortLaunch, pays, short_kernels, short_obstacle
 from .tail import tail_launch
 
 # With a bias, Triton 3.6 serialises the products of dK and dV if unmasked tiles have a loop of
@@ -418,11 +411,16 @@ class DecodePlan(Plan):
             heads = 1
         self.batch_heads = self.batch * self.heads // max(1, heads)
         self.tile_rows = heads * self.q_length
+        # How many keys the queries of a head can see at most. Where the band hides some, those that
+        # are seen may lie in one tile more.
+        self.keys = min(self.k_length, sum(self.arguments["band"]) + self.q_length)
         outputs = empty_outputs(query, value, self.separate_max)
         self.outputs = _layouts(query, outputs)
         tiles = self.tiles("decode")
-        split = Split(heads, self.parts(tiles))
-        programs = self.blocks(tiles) * split.parts
+        blocks = triton.cdiv(self.tile_rows, tiles.BM) * self.batch_heads
+        count = triton.cdiv(self.keys, tiles.BN) + (self.keys < self.k_length)
+        split = Split(heads, parts_of_keys(count, blocks, processors(self.device)))
+        programs = blocks * split.parts
         self.read = (key.numel() + value.numel()) * key.element_size()
         self.choose_bounds("decode", attention)
         self.add("decode", split_kernel, lambda *_: (programs,), self.has, split=split)
@@ -444,7 +442,7 @@ class DecodePlan(Plan):
         self.split, self.merge = self.launch["decode"], self.launch["merge"]
 
     def tiles(self, kernel: str) -> AttentionTiles:
-        sizes = self.tile_rows, self.keys(), self.batch_heads
+        sizes = self.tile_rows, self.keys, self.batch_heads
         return narrowed(super().tiles(kernel), *sizes, processors(self.device))
 
     def may_read(self, source: Source) -> bool:
@@ -460,20 +458,6 @@ class DecodePlan(Plan):
         ways = ["split", "forward"]
         key = TuningKey("attention split-KV", self.case, ways[0], lambda: ways)
         return choose(self.device, key) != ways[0]
-
-    def keys(self) -> int:
-        """Return how many keys the queries of a head can see at most."""
-        left, right = self.arguments["band"]
-        return min(self.k_length, left + right + self.q_length)
-
-    def parts(self, tiles: AttentionTiles) -> int:
-        """Return into how many parts the keys are divided."""
-        count = triton.cdiv(self.keys(), tiles.BN) + (self.keys() < self.k_length)
-        return parts_of_keys(count, self.blocks(tiles), processors(self.device))
-
-    def blocks(self, tiles: AttentionTiles) -> int:
-        """Return the number of row tiles."""
-        return triton.cdiv(self.tile_rows, tiles.BM) * self.batch_heads
 
     def forward(self, inputs, output, lse, statistics, sinks, optional) -> None:
         """Launch both kernels."""
@@ -565,7 +549,7 @@ class BackwardPlan(Plan):
         shipped = kernels[0] if pays(self) else SEPARATE
         key = TuningKey(SHORT_KEY, self.case, shipped, lambda: [*kernels, SEPARATE])
         chosen = choose(self.device, key)
-        return next((kernel for kernel in kernels if kernel == chosen), SEPARATE)
+        return chosen if chosen in kernels else SEPARATE
 
     def may_read(self, source: Source) -> bool:
         """Return whether the source is a mask: a bias that is learned hides nothing."""

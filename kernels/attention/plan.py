@@ -411,14 +411,12 @@ class DecodePlan(Plan):
             heads = 1
         self.batch_heads = self.batch * self.heads // max(1, heads)
         self.tile_rows = heads * self.q_length
-        # How many keys the queries of a head can see at most. Where the band hides some, those that
-        # are seen may lie in one tile more.
-        self.keys = min(self.k_length, sum(self.arguments["band"]) + self.q_length)
         outputs = empty_outputs(query, value, self.separate_max)
         self.outputs = _layouts(query, outputs)
         tiles = self.tiles("decode")
         blocks = triton.cdiv(self.tile_rows, tiles.BM) * self.batch_heads
-        count = triton.cdiv(self.keys, tiles.BN) + (self.keys < self.k_length)
+        # Where the band hides keys, those that are seen may lie in one tile more.
+        count = triton.cdiv(self.keys(), tiles.BN) + (self.keys() < self.k_length)
         split = Split(heads, parts_of_keys(count, blocks, processors(self.device)))
         programs = blocks * split.parts
         self.read = (key.numel() + value.numel()) * key.element_size()
@@ -442,7 +440,7 @@ class DecodePlan(Plan):
         self.split, self.merge = self.launch["decode"], self.launch["merge"]
 
     def tiles(self, kernel: str) -> AttentionTiles:
-        sizes = self.tile_rows, self.keys, self.batch_heads
+        sizes = self.tile_rows, self.keys(), self.batch_heads
         return narrowed(super().tiles(kernel), *sizes, processors(self.device))
 
     def may_read(self, source: Source) -> bool:
@@ -458,6 +456,10 @@ class DecodePlan(Plan):
         ways = ["split", "forward"]
         key = TuningKey("attention split-KV", self.case, ways[0], lambda: ways)
         return choose(self.device, key) != ways[0]
+
+    def keys(self) -> int:
+        """Return how many keys the queries of a head can see at most."""
+        return min(self.k_length, sum(self.arguments["band"]) + self.q_length)
 
     def forward(self, inputs, output, lse, statistics, sinks, optional) -> None:
         """Launch both kernels."""

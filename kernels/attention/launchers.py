@@ -188,15 +188,14 @@ def _gradients(grads, grad_output, grad_lse, query, key, value, *rest):
     plan takes as `grads`.
     """
     *fields, output, _, _, needs = rest
-    of_call = grad_output, grad_lse, output, tuple(needs), query, key, value, unpack(fields)
-    plan = BackwardPlan(*of_call, grads)
+    given = grad_output, grad_lse, output, tuple(needs), query, key, value
+    plan = BackwardPlan(*given, unpack(fields), grads)
 
     def run(grad_output, grad_lse, query, key, value, *tensors, grads=None):
         *options, output, lse, statistics = tensors
-        saved = output, lse, statistics
+        given = grad_output, grad_lse, output, lse, statistics, query, key, value
         with on_device(query):
-            given = grad_output, grad_lse, *saved, query, key, value, Options(*options)
-            return plan.run(*given, grads)
+            return plan.run(*given, Options(*options), grads)
 
     return run
 
@@ -366,9 +365,8 @@ def _joint_backward(attention_gradients):
     """Return the backward, given that of attention, whose first argument is where to write."""
 
     def backward(grad_output, grad_lse, projected, memory, heads, order, cos, sin, *rest):
-        (interleaved, *weights, eps), rest = rest[:4], rest[4:]
-        *given, needs = rest
-        given, rotated = given[:-2], given[-2:]
+        interleaved, *weights, eps = rest[:4]
+        given, rotated, needs = rest[4:-3], rest[-3:-1], rest[-1]
         made = _joint_parts(projected, memory, heads, order, weights, rotated, needs)
         _, inputs, grads, saved, own = made
         last = needs[memory is not None]
@@ -397,17 +395,16 @@ def _joint_backward(attention_gradients):
     return backward
 
 
-def _prepare_joint_backward(grad_output, grad_lse, projected, memory, heads, order, *rest):
+def _prepare_joint_backward(grad_output, grad_lse, *rest):
     """Return the arguments as the kernels take them."""
-    *fields, output, lse, statistics, rotated_query, rotated_key, needs = rest[6:]
-    rotation = [unit_stride(x) if isinstance(x, Tensor) else x for x in rest[:6]]
-    projected, memory = (x if x is None else unit_stride(x) for x in (projected, memory))
+    given = [unit_stride(x) if isinstance(x, Tensor) else x for x in rest[:10]]
+    *fields, output, lse, statistics, rotated_query, rotated_key, needs = rest[10:]
     attention = unpack(fields)
     if attention.mask_spans is not None:
-        fields = pack([_visiting(*parts(projected, memory, heads, order), attention)])
+        fields = pack([_visiting(*parts(*given[:4]), attention)])
     grads, saved = _prepare_saved(grad_output, grad_lse, output, lse, statistics)
     rotated = map(unit_stride, (rotated_query, rotated_key))
-    return *grads, projected, memory, heads, order, *rotation, *fields, *saved, *rotated, needs
+    return *grads, *given, *fields, *saved, *rotated, needs
 
 
 for _op, _schema, _attend, _fakes, _write in (

@@ -73,10 +73,7 @@ GELU_TANH = tl.constexpr(2)
 SILU = tl.constexpr(3)
 SIGMOID = tl.constexpr(4)
 RELU2 = tl.constexpr(5)
-_KINDS = {
-    "relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "silu": SILU, "sigmoid": SIGMOID,
-    "relu2": RELU2,
-}  # fmt: skip
+_KINDS = dict(relu=RELU, gelu=GELU, gelu_tanh=GELU_TANH, silu=SILU, sigmoid=SIGMOID, relu2=RELU2)
 
 
 # Other ways to compute h: torch's GEMM, then one elementwise kernel; torch's GEMM with relu.

@@ -213,12 +213,11 @@ class Plan:
             self.has = self.has._replace(lists=3 if in_documents else 2 if any(cut) else 1)
         self.steps = rows = tuple(n for x in (query, key, value) for n in self.strides(x))
         group = self.heads // max(1, self.groups)
+        of_lists = _steps_of_lists(attention)
         softcap = 1.0 if attention.softcap is None else attention.softcap
         lengths = self.q_length, self.k_length, q_rows, k_rows
         self.arguments: dict[str, Any] = dict(
-            strides=AttentionStrides(
-                *rows, *strides[0], *strides[1], *slopes, *_steps_of_lists(attention)
-            ),
+            strides=AttentionStrides(*rows, *strides[0], *strides[1], *slopes, *of_lists),
             sizes=Sizes(self.heads, group, *lengths, documents),
             band=Band(left, right),
             factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)),
@@ -282,14 +281,9 @@ class Plan:
             tiles = tiles._replace(BN=128)  # of a program
         programs = grid(tiles, has)
         has = has._replace(sections=len(programs) == 3)
-        made = launch(
-            kernel,
-            programs,
-            own | arguments | dict(tile=constants(tile), has=constants(has)),
-            tiles.warps,
-            tiles.stages,
-            dict(inputs=self.inputs, optional=OptionalInputs),
-        )
+        own |= arguments | dict(tile=constants(tile), has=constants(has))
+        groups = dict(inputs=self.inputs, optional=OptionalInputs)
+        made = launch(kernel, programs, own, tiles.warps, tiles.stages, groups)
         self.launch[name] = made if bounds is None else bounds.then(made)
         return kernel
 
@@ -304,20 +298,19 @@ class Plan:
         full = 2 in (self.has.mask, self.has.bias)
         if on():  # of one query and of many, with any mask and without one
             lengths, full = (128, 128), True
-        given = kernel, self.arch, self.dtype, self.head_block, *lengths, full
-        shipped = configuration(*given)
-        how = self.has.bias == 2, not self.tile.split
+        shipped = configuration(kernel, self.arch, self.dtype, self.head_block, *lengths, full)
         if kernel == "delta":
             return shipped
-        if self.has.lists:
-            shipped = in_block(shipped, kernel, *how)
+
+        def fitted(tiles: AttentionTiles) -> AttentionTiles:
+            how = self.has.bias == 2, not self.tile.split
+            return in_block(tiles, kernel, *how) if self.has.lists else tiles
 
         def options() -> list[Any]:
-            found = rows(kernel, self.dtype, self.head_block)
-            if self.has.lists:
-                found = list(dict.fromkeys(in_block(x, kernel, *how) for x in found))
+            found = dict.fromkeys(map(fitted, rows(kernel, self.dtype, self.head_block)))
             return [*found, *self.gluon.options.get(kernel, [])]
 
+        shipped = fitted(shipped)
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
 
     @functools.cached_property

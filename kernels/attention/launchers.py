@@ -88,25 +88,24 @@ def _runs_forward(plan: Any) -> Any:
 # --------------------------------------------------------------------------------------------- ops
 # A schema lists the fields of `Attention` one by one; `unpack` makes the description from them.
 
-_ARGUMENTS = "Tensor query, Tensor key, Tensor value"
+_INPUTS = "Tensor query, Tensor key, Tensor value"
 _OUTPUTS = "Tensor output, Tensor lse, Tensor statistics"
 _OPTION_GRADIENTS = "Tensor grad_bias, Tensor grad_sinks"
 _GRADIENTS = "Tensor grad_query, Tensor grad_key, Tensor grad_value, " + _OPTION_GRADIENTS
 
 
-def _of_forward(op: str, options: str, given: str = _ARGUMENTS, outputs: str = _OUTPUTS) -> str:
-    return f"{op}({given}, {options}, bool return_lse) -> ({outputs})"
+def _schemas(
+    op: str, options: str, given: str = _INPUTS, outputs: str = _OUTPUTS, grads: str = _GRADIENTS
+) -> tuple[str, str]:
+    """Return the schemas of an op and of its backward."""
+    given = f"{given}, {options}"
+    saved = f"Tensor grad_output, Tensor? grad_lse, {given}, {outputs}, bool[] needs"
+    forward = f"{op}({given}, bool return_lse) -> ({outputs})"
+    return forward, f"{op}_backward({saved}) -> ({grads})"
 
 
-def _of_backward(
-    op: str,
-    options: str,
-    given: str = _ARGUMENTS,
-    outputs: str = _OUTPUTS,
-    gradients: str = _GRADIENTS,
-) -> str:
-    given = f"Tensor grad_output, Tensor? grad_lse, {given}, {options}, {outputs}, bool[] needs"
-    return f"{op}_backward({given}) -> ({gradients})"
+_FORWARD, _BACKWARD = _schemas("scaled_dot_product_attention", SCHEMA)
+_PACKED_FORWARD, _PACKED_BACKWARD = _schemas("packed_attention", PACKED_SCHEMA)
 
 
 def _visits(dim: int, attention: Attention) -> bool:
@@ -143,7 +142,7 @@ def _prepare(query, key, value, *rest):
     return *map(unit_stride, (query, key, value)), *rest
 
 
-@register(_of_forward("scaled_dot_product_attention", SCHEMA), _fake, _prepare)
+@register(_FORWARD, _fake, _prepare)
 def forward(query, key, value, *rest):
     """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
     [B, H, Sq, 2] or [0]), whatever `return_lse` is.
@@ -176,7 +175,7 @@ def _prepare_backward(grad_output, grad_lse, query, key, value, *rest):
     return *grads, *inputs, *saved, needs
 
 
-@register(_of_backward("scaled_dot_product_attention", SCHEMA), _fake_backward, _prepare_backward)
+@register(_BACKWARD, _fake_backward, _prepare_backward)
 def backward(*arguments):
     """Launch delta, then those of dK and dV, dQ and dBias that are needed."""
     return _gradients(None, *arguments)
@@ -223,7 +222,7 @@ def _packed_outputs(output: Tensor, lse: Tensor, statistics: Tensor) -> tuple[Te
     return _tokens_first(output), lse.squeeze(0), statistics
 
 
-@register(_of_forward("packed_attention", PACKED_SCHEMA), _fake_packed, _prepare)
+@register(_PACKED_FORWARD, _fake_packed, _prepare)
 def packed_forward(query, key, value, *rest):
     """Launch the forward over a packed batch. Returns (output [Tq, H, DV], lse [H, Tq], statistics
     [H, Tq, 2] or [0]), whatever `return_lse` is.
@@ -243,7 +242,7 @@ def _fake_packed_backward(grad_output, grad_lse, query, key, value, *rest):
     return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads)
 
 
-@register(_of_backward("packed_attention", PACKED_SCHEMA), _fake_packed_backward, _prepare_backward)
+@register(_PACKED_BACKWARD, _fake_packed_backward, _prepare_backward)
 def packed_backward(*arguments):
     """Launch delta, then those of dK and dV, and dQ that are needed, for a packed batch."""
     plan = _packed_gradients(None, *arguments)
@@ -411,11 +410,9 @@ for _op, _schema, _attend, _fakes, _write in (
     ("scaled_dot_product_attention", SCHEMA, forward, _fake, _gradients),
     ("packed_attention", PACKED_SCHEMA, packed_forward, _fake_packed, _packed_gradients),
 ):
-    _schemas = f"joint_{_op}", _schema, _JOINT, _ROTATED
-    register(_of_forward(*_schemas), _fake_joint(_fakes))(_joint_forward(_attend))
-    register(
-        _of_backward(*_schemas, _JOINT_GRADIENTS), _fake_joint_backward, _prepare_joint_backward
-    )(_joint_backward(_write))
+    _forward, _backward = _schemas(f"joint_{_op}", _schema, _JOINT, _ROTATED, _JOINT_GRADIENTS)
+    register(_forward, _fake_joint(_fakes))(_joint_forward(_attend))
+    register(_backward, _fake_joint_backward, _prepare_joint_backward)(_joint_backward(_write))
 
 
 def describe(

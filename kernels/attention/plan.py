@@ -418,18 +418,14 @@ class DecodePlan(Plan):
         rows = self.batch * self.heads * self.q_length
         self.partial = (rows, split.parts, self.tile.value_dim), (rows, split.parts, 2)
         most = min(16, max(2, next_power_of_2(split.parts)))
-        self.launch["merge"] = Launch(
-            merge_kernel,
-            (rows,),
-            dict(
-                output_strides=RowStrides(*outputs[0].stride()[:3]),
-                sizes=self.arguments["sizes"],
-                parts=split.parts,
-                tile=constants(self.tile._replace(rows=most)),
-                has=constants(self.has._replace(sink=attention.sinks is not None)),
-            ),
-            4,
+        own = dict(
+            output_strides=RowStrides(*outputs[0].stride()[:3]),
+            sizes=self.arguments["sizes"],
+            parts=split.parts,
+            tile=constants(self.tile._replace(rows=most)),
+            has=constants(self.has._replace(sink=attention.sinks is not None)),
         )
+        self.launch["merge"] = Launch(merge_kernel, (rows,), own, warps=4)
         self.split, self.merge = self.launch["decode"], self.launch["merge"]
 
     def tiles(self, kernel: str) -> AttentionTiles:
@@ -555,21 +551,17 @@ class BackwardPlan(Plan):
         """Add the launch of delta, from tensors [B, H, Sq, DV] and [B, H, Sq]."""
         batch, heads, rows, _ = output.shape
         tiles = self.tiles("delta")
-        self.launch["delta"] = Launch(
-            delta_kernel,
-            (triton.cdiv(rows, tiles.BM) * batch * heads,),
-            dict(
-                output_strides=RowStrides(*output.stride()[:3]),
-                grad_strides=RowStrides(*grad_output.stride()[:3]),
-                H=heads,
-                Sq=rows,
-                tile=constants(self.tile._replace(rows=tiles.BM)),
-                HAS_DLSE=grad_lse is not None,
-                SEPARATE_MAX=self.separate_max,
-            ),
-            tiles.warps,
-            tiles.stages,
+        own = dict(
+            output_strides=RowStrides(*output.stride()[:3]),
+            grad_strides=RowStrides(*grad_output.stride()[:3]),
+            H=heads,
+            Sq=rows,
+            tile=constants(self.tile._replace(rows=tiles.BM)),
+            HAS_DLSE=grad_lse is not None,
+            SEPARATE_MAX=self.separate_max,
         )
+        grid = (triton.cdiv(rows, tiles.BM) * batch * heads,)
+        self.launch["delta"] = Launch(delta_kernel, grid, own, tiles.warps, tiles.stages)
 
     def add_dbias(self, bias: Tensor, query: Tensor, do_strides: RowStrides) -> None:
         """Add the launch that computes the gradient of a bias of queries and keys."""

@@ -27,6 +27,7 @@ lie anywhere, without dropout; its backward computes dz and dv.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +37,7 @@ from torch import Tensor
 
 from fastformer.batch_invariance import on
 
-from .common import (
-    INTERPRETED,
-    Size,
-    dropout_arguments,
-    dropout_keep,
-    dropout_stream,
-    tile_in_turn,
-)
+from .common import INTERPRETED, Size, dropout_arguments, dropout_keep, dropout_stream, tile_in_turn
 from .launch import (
     Launch,
     accumulator,
@@ -71,7 +65,7 @@ from .products import (
     product_tile,
 )
 from .registration import register
-from .tuned import TuningKey, choose, flags, named
+from .tuned import TuningKey, choose, named
 
 RELU = tl.constexpr(0)
 GELU = tl.constexpr(1)
@@ -79,10 +73,7 @@ GELU_TANH = tl.constexpr(2)
 SILU = tl.constexpr(3)
 SIGMOID = tl.constexpr(4)
 RELU2 = tl.constexpr(5)
-_KINDS = {
-    "relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "silu": SILU, "sigmoid": SIGMOID,
-    "relu2": RELU2,
-}  # fmt: skip
+_KINDS = dict(relu=RELU, gelu=GELU, gelu_tanh=GELU_TANH, silu=SILU, sigmoid=SIGMOID, relu2=RELU2)
 
 
 # Other ways to compute h: torch's GEMM, then one elementwise kernel; torch's GEMM with relu.
@@ -177,21 +168,10 @@ class HiddenCase(NamedTuple):
     acc: Any
 
 
-class GateForm(NamedTuple):
-    """The numbers of a gated form: those of `gated_activation`, with a limit of 0 for none."""
-
-    alpha: Any = 1.0
-    limit: Any = 0.0
-    offset: Any = 0.0
-
-
-def _form(alpha: float = 1.0, limit: float | None = None, offset: float = 0.0) -> GateForm:
-    return GateForm(alpha, limit or 0.0, offset)
-
-
 class ElementwiseCase(NamedTuple):
-    """What an elementwise kernel is compiled for, with the fields of `HiddenCase` and `GateForm`.
-    `hidden`: the backward of a gated layer computes h as well.
+    """What an elementwise kernel is compiled for, with fields of `HiddenCase`. `hidden`: the
+    backward of a gated layer computes h as well. The last three are the numbers of a gated form:
+    those of `gated_activation`, with a limit of 0 for none.
     """
 
     kind: Any
@@ -382,26 +362,23 @@ def _elementwise(
     p: float,
     strides: GateStrides | None = None,
     hidden: bool = True,
-    form: GateForm | None = None,
+    form: Sequence[Any] = (),
 ) -> Launch:
     """Return the launch of a kernel over the tiles of [M, N], for tensors of the dtype and on the
     device of x, which are contiguous but for those of `strides`. Any tensor stands in for the seed
     without dropout.
     """
-    case = f"{named(x.dtype, rows=size.M, columns=size.N)} {kind}" + " dropout" * (p > 0)
+    of_call = f"{named(x.dtype, rows=size.M, columns=size.N)} {kind}" + " dropout" * (p > 0)
     name = "feed_forward " + kernel.fn.__name__.strip("_")
-    tile = choose(x.device, TuningKey(name, case, ELEMENTWISE, ELEMENTWISE_OPTIONS.copy))
+    tile = choose(x.device, TuningKey(name, of_call, ELEMENTWISE, ELEMENTWISE_OPTIONS.copy))
     wide = tile.rows * max(size.N, *(strides or (0,))) >= 2**31
     sums = triton_dtype(accumulator(x))
-    compiled = ElementwiseCase(_KINDS[kind], p > 0, wide, sums, hidden, *form or _form())
-    given = {} if strides is None else dict(strides=strides)
-    arguments = dict(
-        dropout=dropout_arguments(p),
-        **given,
-        size=size,
-        tile=constants(tile),
-        case=constants(compiled),
-    )
+    alpha, limit, offset = form or (1.0, None, 0.0)
+    numbers = alpha, limit or 0.0, offset
+    case = ElementwiseCase(_KINDS[kind], p > 0, wide, sums, hidden, *numbers)
+    arguments: dict[str, Any] = {} if strides is None else dict(strides=strides)
+    arguments |= dict(dropout=dropout_arguments(p), size=size)
+    arguments |= dict(tile=constants(tile), case=constants(case))
     grid = (triton.cdiv(size.M, tile.rows), triton.cdiv(size.N, tile.columns))
     return Launch(kernel, grid, arguments, warps=4)
 
@@ -416,46 +393,38 @@ class _First:
         rows = self.rows = input.shape[:-1].numel()
         self.hidden = dense((*input.shape[:-1], width))
         self.save_z = activation != "relu"
-        arch = architecture(input.device)
+        size = Sizes(rows, width, features)
+        tiles = self.way = self.choose(input, size, activation, b_1 is not None, p > 0)
+        if isinstance(tiles, str):
+            self.launch = _elementwise(_activated, Size(rows, width), input, activation, p)
+            return
+        strides = ProductStrides(0, input.view(rows, features).stride(0), 1, 0, 1, w_1.stride(0))
+        span = max(tiles.rows * strides.x_row, tiles.columns * strides.w_column) + features
         case = HiddenCase(
             group=GROUP_ROWS,
             kind=_KINDS[activation],
             bias=b_1 is not None,
             save_z=self.save_z,
             dropout=p > 0,
-            even=True,
-            precision=dot_precision(arch),
-            wide=False,
+            even=features % tiles.features == 0,
+            precision=dot_precision(architecture(input.device)),
+            wide=max(span, tiles.rows * width) >= 2**31,
             acc=triton_dtype(accumulator(input)),
         )
-        self.way = self.choose(input, Sizes(rows, width, features), activation, case)
-        if isinstance(self.way, str):
-            self.launch = _elementwise(_activated, Size(rows, width), input, activation, p)
-            return
-        tiles = self.way
-        strides = ProductStrides(0, input.view(rows, features).stride(0), 1, 0, 1, w_1.stride(0))
-        span = max(tiles.rows * strides.x_row, tiles.columns * strides.w_column) + features
-        case = case._replace(
-            even=features % tiles.features == 0, wide=max(span, tiles.rows * width) >= 2**31
-        )
-        arguments = dict(
-            dropout=dropout_arguments(p),
-            strides=strides,
-            size=Sizes(rows, width, features),
-            tile=constants(tiles),
-            case=constants(case),
-        )
+        arguments = dict(dropout=dropout_arguments(p), strides=strides, size=size)
+        arguments |= dict(tile=constants(tiles), case=constants(case))
         grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(width, tiles.columns),)
         self.launch = Launch(_hidden, grid, arguments, tiles.warps, tiles.stages)
 
-    def choose(self, x: Tensor, size: Sizes, activation: str, case: HiddenCase) -> Any:
+    def choose(self, x: Tensor, size: Sizes, activation: str, bias: bool, dropout: bool) -> Any:
         """Return the tiles of the kernel, or the name of a way without it."""
-        relu_alone = activation == "relu" and case.bias and not case.dropout
-        sizes = named(x.dtype, case.precision, rows=size.M, width=size.N, features=size.K)
-        name = f"{sizes} {activation} {flags(case, *_ALWAYS)}"
-        shipped = configuration(architecture(x.device), x.dtype)
+        arch, relu_alone = architecture(x.device), activation == "relu" and bias and not dropout
+        sizes = dict(rows=size.M, width=size.N, features=size.K)
+        fused = " ".join(["bias"] * bias + ["dropout"] * dropout)
+        name = f"{named(x.dtype, dot_precision(arch), **sizes)} {activation} {fused}"
         options = functools.partial(ways, x.dtype, relu_alone)
-        return choose(x.device, TuningKey("feed_forward first", name, shipped, options))
+        key = TuningKey("feed_forward first", name, configuration(arch, x.dtype), options)
+        return choose(x.device, key)
 
     def __call__(
         self, input: Tensor, w_1: Tensor, b_1: Tensor | None, seed: Tensor | None
@@ -477,10 +446,6 @@ class _First:
             given = input if b_1 is None else b_1, hidden, z, input if seed is None else seed
             self.launch(input, w_1, *given)
         return hidden, z
-
-
-# Fields of `HiddenCase` that the name of a class of calls leaves out.
-_ALWAYS = "group", "kind", "save_z", "even", "precision", "wide", "acc"
 
 
 def _output(hidden: Tensor, w: Tensor, b: Tensor | None, layout: tuple[Any, Any]) -> Tensor:
@@ -609,8 +574,8 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
         *lead, features = input.shape
         size = Size(input.shape[:-1].numel(), len(w) // 2)
         layout, of_hidden = dense((*lead, len(w_2))), dense(size)
-        strides, form = GateStrides(*[2 * size.N] * 3), _form(*numbers)
-        launch = _elementwise(_gated, size, input, kind, dropout_p, strides, form=form)
+        strides = GateStrides(*[2 * size.N] * 3)
+        launch = _elementwise(_gated, size, input, kind, dropout_p, strides, form=numbers)
 
         def run(input, w, b, w_2, b_2, seed):
             z = linear(input.reshape(size.M, features), w, b)
@@ -632,8 +597,8 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
     def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, *rest):
         *numbers, _, needs = rest
         size, outputs = Size(input.shape[:-1].numel(), len(w) // 2), len(w_2)
-        strides, form = GateStrides(*[2 * size.N] * 3), _form(*numbers)
-        launch = _elementwise(_gated_backward, size, input, kind, dropout_p, strides, form=form)
+        strides = GateStrides(*[2 * size.N] * 3)
+        launch = _elementwise(_gated_backward, size, input, kind, dropout_p, strides, form=numbers)
 
         def run(grad_output, input, w, b, w_2, b_2, seed, saved):
             dy = grad_output.reshape(size.M, outputs)
@@ -680,7 +645,7 @@ def activation_forward(gate, value, activation, alpha, limit, offset):
     if gate.numel() == 0:
         return _fake_activation
     size, layout = Size(gate.shape[:-1].numel(), gate.shape[-1]), dense(gate.shape)
-    form, strides = _form(alpha, limit, offset), _strides(gate, value)
+    strides, form = _strides(gate, value), (alpha, limit, offset)
     launch = _elementwise(_gated, size, gate, activation, 0.0, strides, form=form)
 
     def run(gate, value):
@@ -706,10 +671,9 @@ def activation_backward(grad_output, gate, value, activation, alpha, limit, offs
     """Launch the kernel of both gradients."""
     if gate.numel() == 0:
         return _fake_activation_backward
-    size, form = Size(gate.shape[:-1].numel(), gate.shape[-1]), _form(alpha, limit, offset)
-    options = 0.0, _strides(gate, value), False, form
+    size, layout = Size(gate.shape[:-1].numel(), gate.shape[-1]), dense(gate.shape)
+    options = 0.0, _strides(gate, value), False, (alpha, limit, offset)
     launch = _elementwise(_gated_backward, size, gate, activation, *options)
-    layout = dense(gate.shape)
 
     def run(dh, gate, value):
         dz = dh.new_empty_strided(*layout)

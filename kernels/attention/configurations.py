@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -18,204 +19,72 @@ class AttentionTiles(NamedTuple):
     stages: int
 
 
-# By kernel and bits of an input element, then by architecture: (BM, BN, warps, stages) for head
-# dims up to 32, 64, 128, 256 and, where the loops do not spill, 512.
+# By kernel, bits of an input element, architectures and padded head dim: BM, BN, warps and stages.
+# Heads of 512 have none where the loops spill. "full": these replace the others if the kernel reads
+# a mask or a bias over queries and keys. Those of "decode" are upper bounds: `narrowed` fits BM,
+# rows of heads x queries, and BN, keys, to the call.
 # benchmarks/proof/compile_gate.py prints the registers, spills and shared memory of each.
-_Row = tuple[int, int, int, int]
-_TABLES: dict[tuple[str, int], dict[str, tuple[_Row, ...]]] = {
-    ("forward", 16): {
-        "sm_90 sm_100": (
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (128, 32, 8, 3),
-            (32, 32, 8, 3),
-        ),
-        "sm_80": (
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (128, 32, 8, 3),
-            (64, 32, 8, 3),
-            (32, 32, 8, 2),
-        ),
-        "sm_86": (
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (128, 32, 8, 3),
-            (64, 32, 8, 2),
-            (32, 16, 8, 2),
-        ),
-        "other": ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 16, 8, 1)),
-    },
-    ("forward", 32): {
-        "sm_90": ((64, 32, 8, 2), (64, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
-        "sm_80 sm_86 sm_100": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
-        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-    },
-    ("dkdv", 16): {
-        "sm_90": (
-            (32, 128, 8, 3),
-            (64, 128, 8, 3),
-            (32, 128, 8, 3),
-            (32, 64, 8, 2),
-            (32, 16, 8, 3),
-        ),
-        "sm_100": (
-            (32, 128, 8, 3),
-            (32, 128, 8, 3),
-            (64, 64, 8, 3),
-            (32, 64, 8, 3),
-            (16, 16, 8, 2),
-        ),
-        "sm_80": (
-            (32, 128, 8, 3),
-            (32, 128, 8, 3),
-            (64, 64, 8, 3),
-            (32, 32, 8, 3),
-            (32, 16, 8, 2),
-        ),
-        "sm_86": (
-            (32, 128, 8, 3),
-            (32, 128, 8, 3),
-            (32, 64, 8, 3),
-            (32, 32, 8, 2),
-            (16, 16, 8, 2),
-        ),
-        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
-    },
-    ("dkdv", 32): {
-        "sm_90 sm_100": ((32, 64, 8, 1), (32, 64, 8, 1), (32, 16, 4, 2), (16, 16, 8, 2)),
-        "sm_80": ((32, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 2), (16, 16, 8, 2)),
-        "sm_86": ((32, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 8, 1)),
-        "other": ((16, 32, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    },
-    ("dq", 16): {
-        "sm_90": (
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (64, 32, 8, 3),
-            (32, 32, 8, 3),
-        ),
-        "sm_100": (
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (128, 64, 8, 3),
-            (128, 32, 8, 2),
-            (16, 32, 8, 2),
-        ),
-        "sm_80": (
-            (64, 64, 4, 3),
-            (64, 64, 4, 3),
-            (64, 64, 8, 3),
-            (64, 32, 8, 3),
-            (32, 32, 8, 2),
-        ),
-        "sm_86": (
-            (64, 64, 4, 3),
-            (64, 64, 4, 3),
-            (64, 32, 8, 3),
-            (32, 32, 8, 2),
-            (16, 16, 8, 2),
-        ),
-        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1)),
-    },
-    ("dq", 32): {
-        "sm_90 sm_100": ((64, 32, 8, 1), (64, 32, 8, 1), (16, 32, 4, 2), (16, 16, 8, 2)),
-        "sm_80 sm_86": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
-        "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-    },
-    ("dbias", 16): {
-        "sm_90 sm_100": (
-            (64, 64, 8, 3),
-            (64, 64, 8, 3),
-            (64, 64, 8, 3),
-            (64, 64, 8, 1),
-            (64, 64, 8, 1),
-        ),
-        "sm_80": (
-            (32, 64, 8, 3),
-            (32, 64, 8, 3),
-            (32, 64, 8, 3),
-            (32, 64, 8, 1),
-            (32, 64, 8, 1),
-        ),
-        "sm_86": (
-            (32, 64, 8, 3),
-            (32, 64, 8, 3),
-            (32, 64, 8, 2),
-            (32, 64, 8, 1),
-            (16, 32, 8, 1),
-        ),
-        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
-    },
-    ("dbias", 32): {
-        "sm_90 sm_100": ((64, 32, 8, 1), (64, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
-        "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
-    },
-    # Upper bounds: `narrowed` fits BM, rows of heads x queries, and BN, keys, to the call.
-    ("decode", 16): {
-        "sm_90 sm_100": (
-            (64, 64, 4, 3),
-            (64, 64, 4, 3),
-            (64, 64, 4, 3),
-            (32, 32, 4, 3),
-            (16, 32, 4, 3),
-        ),
-        "sm_80": (
-            (64, 64, 4, 3),
-            (64, 64, 4, 3),
-            (64, 64, 4, 3),
-            (32, 32, 8, 3),
-            (16, 32, 4, 2),
-        ),
-        "sm_86": (
-            (64, 64, 4, 3),
-            (64, 64, 4, 3),
-            (64, 32, 4, 3),
-            (32, 32, 4, 2),
-            (16, 32, 4, 1),
-        ),
-        "other": ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-    },
-    ("decode", 32): {
-        "sm_90 sm_100 sm_80 sm_86": (
-            (32, 32, 4, 2),
-            (32, 32, 4, 2),
-            (16, 32, 4, 2),
-            (16, 16, 8, 2),
-        ),
-        "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-    },
-}
+_TABLE = """
+kernel        bits  architectures       to 32       64          128         256         512
+forward       16    sm_90 sm_100        128 64 8 3  128 64 8 3  128 64 8 3  128 32 8 3  32 32 8 3
+forward       16    sm_80               128 64 8 3  128 64 8 3  128 32 8 3  64 32 8 3   32 32 8 2
+forward       16    sm_86               128 64 8 3  128 64 8 3  128 32 8 3  64 32 8 2   32 16 8 2
+forward       16    other               64 32 4 2   64 32 4 2   64 32 8 1   32 16 8 1
+forward       32    sm_90               64 32 8 2   64 32 4 2   16 32 4 2   16 16 8 2
+forward       32    sm_80 sm_86 sm_100  32 32 4 2   32 32 4 2   16 32 4 2   16 16 8 2
+forward       32    other               32 32 4 1   32 32 4 1   16 16 4 1   16 16 8 1
+dkdv          16    sm_90               32 128 8 3  64 128 8 3  32 128 8 3  32 64 8 2   32 16 8 3
+dkdv          16    sm_100              32 128 8 3  32 128 8 3  64 64 8 3   32 64 8 3   16 16 8 2
+dkdv          16    sm_80               32 128 8 3  32 128 8 3  64 64 8 3   32 32 8 3   32 16 8 2
+dkdv          16    sm_86               32 128 8 3  32 128 8 3  32 64 8 3   32 32 8 2   16 16 8 2
+dkdv          16    other               32 32 4 1   32 32 4 1   32 32 4 1   16 16 4 1
+dkdv          32    sm_90 sm_100        32 64 8 1   32 64 8 1   32 16 4 2   16 16 8 2
+dkdv          32    sm_80               32 32 4 2   32 32 4 2   32 16 4 2   16 16 8 2
+dkdv          32    sm_86               32 32 4 2   32 32 4 2   32 16 4 1   16 16 8 1
+dkdv          32    other               16 32 4 1   32 32 4 1   16 16 8 1   16 16 8 1
+dq            16    sm_90               128 64 8 3  128 64 8 3  128 64 8 3  64 32 8 3   32 32 8 3
+dq            16    sm_100              128 64 8 3  128 64 8 3  128 64 8 3  128 32 8 2  16 32 8 2
+dq            16    sm_80               64 64 4 3   64 64 4 3   64 64 8 3   64 32 8 3   32 32 8 2
+dq            16    sm_86               64 64 4 3   64 64 4 3   64 32 8 3   32 32 8 2   16 16 8 2
+dq            16    other               32 32 4 1   32 32 4 1   32 32 4 2   16 16 4 1
+dq            32    sm_90 sm_100        64 32 8 1   64 32 8 1   16 32 4 2   16 16 8 2
+dq            32    sm_80 sm_86         32 32 4 2   32 32 4 2   16 32 4 2   16 16 8 2
+dq            32    other               32 16 4 1   32 16 4 1   16 16 4 1   16 16 8 1
+dbias         16    sm_90 sm_100        64 64 8 3   64 64 8 3   64 64 8 3   64 64 8 1   64 64 8 1
+dbias         16    sm_80               32 64 8 3   32 64 8 3   32 64 8 3   32 64 8 1   32 64 8 1
+dbias         16    sm_86               32 64 8 3   32 64 8 3   32 64 8 2   32 64 8 1   16 32 8 1
+dbias         16    other               32 32 4 1   32 32 4 1   16 32 4 1   16 32 4 1
+dbias         32    sm_90 sm_100        64 32 8 1   64 32 4 1   16 32 4 1   16 32 4 1
+dbias         32    other               16 32 4 1   16 32 4 1   16 32 4 1   16 32 4 1
+decode        16    sm_90 sm_100        64 64 4 3   64 64 4 3   64 64 4 3   32 32 4 3   16 32 4 3
+decode        16    sm_80               64 64 4 3   64 64 4 3   64 64 4 3   32 32 8 3   16 32 4 2
+decode        16    sm_86               64 64 4 3   64 64 4 3   64 32 4 3   32 32 4 2   16 32 4 1
+decode        16    other               32 32 4 2   32 32 4 2   32 32 4 1   16 16 4 1
+decode        32    sm_90 sm_100        32 32 4 2   32 32 4 2   16 32 4 2   16 16 8 2
+decode        32    sm_80 sm_86         32 32 4 2   32 32 4 2   16 32 4 2   16 16 8 2
+decode        32    other               16 32 4 1   16 32 4 1   16 16 4 1   16 16 8 1
+forward full  16    sm_86               128 64 8 2  128 64 8 2  128 32 8 3  64 32 8 2   32 16 8 2
+dkdv full     32    sm_90               32 64 8 1   32 32 8 1   32 16 4 1   16 16 8 2
+dkdv full     32    sm_86               32 32 8 2   32 32 8 2   32 16 4 2   16 16 8 1
+dkdv full     32    sm_100              32 64 8 1   32 64 8 1   32 16 4 2   16 16 8 1
+dq full       16    sm_90               128 32 8 3  128 64 8 3  128 64 8 3  64 32 8 3   32 32 8 3
+dq full       16    sm_86               64 64 4 3   64 64 4 3   64 32 8 3   32 32 4 2   16 16 8 2
+dq full       16    sm_100              128 64 8 3  128 64 8 3  128 64 8 2  64 32 8 3   32 32 8 3
+dq full       32    sm_90               64 32 8 1   64 32 4 1   16 32 4 2   16 16 8 2
+dq full       32    other               32 16 4 1   32 16 4 1   16 16 8 1   16 16 8 1
+"""
+
+
+def _parsed(line: str) -> dict[tuple[str, int, str], tuple[AttentionTiles, ...]]:
+    """Return the tiles of a line of `_TABLE`, by kernel, bits and architecture."""
+    kernel, bits, archs, *cells = re.split("  +", line)
+    row = tuple(AttentionTiles(*map(int, cell.split())) for cell in cells)
+    return {(kernel, int(bits), arch): row for arch in archs.split()}
+
+
 CONFIGURATIONS = {
-    (*key, arch): tuple(AttentionTiles(*row) for row in rows)
-    for key, table in _TABLES.items()
-    for names, rows in table.items()
-    for arch in names.split()
+    key: row for line in _TABLE.strip().split("\n")[1:] for key, row in _parsed(line).items()
 }
-# Tiles that replace those above if a kernel reads a mask or a bias over queries and keys, by the
-# place of the head dim in the row.
-_FULL: dict[tuple[str, int, str], dict[int, _Row]] = {
-    ("forward", 16, "sm_86"): {0: (128, 64, 8, 2), 1: (128, 64, 8, 2)},
-    ("dkdv", 32, "sm_90"): {1: (32, 32, 8, 1), 2: (32, 16, 4, 1)},
-    ("dkdv", 32, "sm_86"): {0: (32, 32, 8, 2), 1: (32, 32, 8, 2), 2: (32, 16, 4, 2)},
-    ("dkdv", 32, "sm_100"): {3: (16, 16, 8, 1)},
-    ("dq", 16, "sm_90"): {0: (128, 32, 8, 3)},
-    ("dq", 16, "sm_86"): {3: (32, 32, 4, 2)},
-    ("dq", 16, "sm_100"): {2: (128, 64, 8, 2), 3: (64, 32, 8, 3), 4: (32, 32, 8, 3)},
-    ("dq", 32, "sm_90"): {1: (64, 32, 4, 1)},
-    ("dq", 32, "other"): {2: (16, 16, 8, 1)},
-}
-CONFIGURATIONS |= {
-    (kernel + " full", bits, arch): tuple(
-        AttentionTiles(*tiles.get(i, row))
-        for i, row in enumerate(CONFIGURATIONS[kernel, bits, arch])
-    )
-    for (kernel, bits, arch), tiles in _FULL.items()
-}
-
-
 KERNELS = sorted({kernel for kernel, _, _ in CONFIGURATIONS if not kernel.endswith(" full")})
 
 
@@ -223,13 +92,24 @@ def widest_head(arch: str, dtype: torch.dtype) -> int:
     """Return the largest head dim that all kernels have tiles for on an architecture."""
     if arch == "interpreter":
         return 512
-    bits = 32 if dtype == torch.float32 else 16
-    return 16 << min(len(_row(kernel, bits, arch)) for kernel in KERNELS)
+    return 16 << min(len(_row(kernel, dtype, arch)) for kernel in KERNELS)
 
 
-def _row(kernel: str, bits: int, arch: str) -> tuple[AttentionTiles, ...]:
+def _bits(dtype: torch.dtype) -> int:
+    return 32 if dtype == torch.float32 else 16
+
+
+def _column(head_block: int) -> int:
+    return max(0, (head_block - 1).bit_length() - 5)
+
+
+def _row(
+    kernel: str, dtype: torch.dtype, arch: str, full: bool = False
+) -> tuple[AttentionTiles, ...]:
+    bits = _bits(dtype)
     arch = arch if (kernel, bits, arch) in CONFIGURATIONS else "other"
-    return CONFIGURATIONS[kernel, bits, arch]
+    row = CONFIGURATIONS[kernel, bits, arch]
+    return CONFIGURATIONS.get((kernel + " full", bits, arch), row) if full else row
 
 
 def configuration(
@@ -249,12 +129,7 @@ def configuration(
         return AttentionTiles(BM, BN, 4, 1)
     if kernel == "delta":  # 16 elements for each thread
         return AttentionTiles(2048 // head_block, 0, 4, 1)
-    bits = 32 if dtype == torch.float32 else 16
-    row = _row(kernel, bits, arch)
-    if full:
-        arch = arch if (kernel, bits, arch) in CONFIGURATIONS else "other"
-        row = CONFIGURATIONS.get((kernel + " full", bits, arch), row)
-    return row[max(0, (head_block - 1).bit_length() - 5)]
+    return _row(kernel, dtype, arch, full)[_column(head_block)]
 
 
 # The backward in one kernel (short_backward.py), by kernel and architecture, for 16 bits: tiles for
@@ -390,7 +265,7 @@ def rows(kernel: str, dtype: torch.dtype, head_block: int) -> list[AttentionTile
     """Return the tiles that a measurement may choose: those of every architecture at this head dim
     and at its neighbours, and OTHERS, each with its own number of stages, two and three.
     """
-    bits, i = 32 if dtype == torch.float32 else 16, max(0, (head_block - 1).bit_length() - 5)
+    bits, i = _bits(dtype), _column(head_block)
     near = list(OTHERS.get((kernel, bits), ()))
     for (name, width, _), table in CONFIGURATIONS.items():
         if width == bits and name.removesuffix(" full") == kernel:

@@ -73,8 +73,7 @@ def _runs_forward(plan: Any) -> Any:
 
     def run(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor | None) -> Any:
         options = Options(*tensors)
-        made = [query.new_empty_strided(*like, **dtype) for *like, dtype in plan.outputs]
-        outputs = tuple(made)
+        outputs = tuple([query.new_empty_strided(*like, **dtype) for *like, dtype in plan.outputs])
         sinks = query if options.sinks is None else options.sinks
         with on_device(query):
             plan.forward((query, key, value), *outputs, sinks, optional_inputs(query, options))
@@ -89,7 +88,24 @@ def _runs_forward(plan: Any) -> Any:
 # --------------------------------------------------------------------------------------------- ops
 # A schema lists the fields of `Attention` one by one; `unpack` makes the description from them.
 
-_ARGUMENTS = "Tensor query, Tensor key, Tensor value"
+_INPUTS = "Tensor query, Tensor key, Tensor value"
+_OUTPUTS = "Tensor output, Tensor lse, Tensor statistics"
+_OPTION_GRADIENTS = "Tensor grad_bias, Tensor grad_sinks"
+_GRADIENTS = "Tensor grad_query, Tensor grad_key, Tensor grad_value, " + _OPTION_GRADIENTS
+
+
+def _schemas(
+    op: str, options: str, given: str = _INPUTS, outputs: str = _OUTPUTS, grads: str = _GRADIENTS
+) -> tuple[str, str]:
+    """Return the schemas of an op and of its backward."""
+    given = f"{given}, {options}"
+    saved = f"Tensor grad_output, Tensor? grad_lse, {given}, {outputs}, bool[] needs"
+    forward = f"{op}({given}, bool return_lse) -> ({outputs})"
+    return forward, f"{op}_backward({saved}) -> ({grads})"
+
+
+_FORWARD, _BACKWARD = _schemas("scaled_dot_product_attention", SCHEMA)
+_PACKED_FORWARD, _PACKED_BACKWARD = _schemas("packed_attention", PACKED_SCHEMA)
 
 
 def _visits(dim: int, attention: Attention) -> bool:
@@ -101,11 +117,13 @@ def _visits(dim: int, attention: Attention) -> bool:
 
 def _visiting(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Attention:
     """Return the description with a dense mask where the kernels take no block mask: `_visits`, and
-    few queries, whose keys are split over programs.
+    few queries, whose keys are split over programs. Those of a packed batch take all.
     """
+    if attention.cu_seqlens_q is not None:
+        return attention
     queries, keys = query.shape[2], key.shape[2]
     wide = not _visits(max(query.shape[3], value.shape[3]), attention)
-    if wide or splits_keys(queries, keys, attention.dropout_p, attention.cu_seqlens_q is not None):
+    if wide or splits_keys(queries, keys, attention.dropout_p, False):
         return attention.with_dense_mask(queries, keys)
     return attention
 
@@ -120,17 +138,11 @@ def _prepare(query, key, value, *rest):
     """Return the arguments as the kernels take them."""
     attention = unpack(rest[:-1])
     if attention.mask_spans is not None:
-        attention = _visiting(query, key, value, attention)
-    inputs = map(unit_stride, (query, key, value))
-    return *inputs, *pack([attention]), rest[-1]
+        rest = *pack([_visiting(query, key, value, attention)]), rest[-1]
+    return *map(unit_stride, (query, key, value)), *rest
 
 
-@register(
-    f"scaled_dot_product_attention({_ARGUMENTS}, {SCHEMA}, bool return_lse) "
-    "-> (Tensor output, Tensor lse, Tensor statistics)",
-    _fake,
-    _prepare,
-)
+@register(_FORWARD, _fake, _prepare)
 def forward(query, key, value, *rest):
     """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
     [B, H, Sq, 2] or [0]), whatever `return_lse` is.
@@ -149,23 +161,21 @@ def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
     return tuple(x if need else query.new_empty(0) for x, need in zip(grads, needs))
 
 
+def _prepare_saved(grad_output, grad_lse, output, lse, statistics):
+    """Return the gradients, and what the forward saved, as the kernels take them."""
+    grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
+    saved = unit_stride(output), lse.contiguous(), statistics.contiguous()
+    return (unit_stride(grad_output), grad_lse), saved
+
+
 def _prepare_backward(grad_output, grad_lse, query, key, value, *rest):
     *fields, output, lse, statistics, needs = rest
     *inputs, _ = _prepare(query, key, value, *fields, False)
-    grad_output, output = map(unit_stride, (grad_output, output))
-    grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
-    saved = output, lse.contiguous(), statistics.contiguous()
-    return grad_output, grad_lse, *inputs, *saved, needs
+    grads, saved = _prepare_saved(grad_output, grad_lse, output, lse, statistics)
+    return *grads, *inputs, *saved, needs
 
 
-@register(
-    "scaled_dot_product_attention_backward(Tensor grad_output, Tensor? grad_lse, "
-    f"{_ARGUMENTS}, {SCHEMA}, Tensor output, Tensor lse, Tensor statistics, bool[] needs) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, "
-    "Tensor grad_sinks)",
-    _fake_backward,
-    _prepare_backward,
-)
+@register(_BACKWARD, _fake_backward, _prepare_backward)
 def backward(*arguments):
     """Launch delta, then those of dK and dV, dQ and dBias that are needed."""
     return _gradients(None, *arguments)
@@ -177,15 +187,14 @@ def _gradients(grads, grad_output, grad_lse, query, key, value, *rest):
     plan takes as `grads`.
     """
     *fields, output, _, _, needs = rest
-    of_call = grad_output, grad_lse, output, tuple(needs), query, key, value, unpack(fields)
-    plan = BackwardPlan(*of_call, grads)
+    given = grad_output, grad_lse, output, tuple(needs), query, key, value
+    plan = BackwardPlan(*given, unpack(fields), grads)
 
     def run(grad_output, grad_lse, query, key, value, *tensors, grads=None):
         *options, output, lse, statistics = tensors
-        saved = output, lse, statistics
+        given = grad_output, grad_lse, output, lse, statistics, query, key, value
         with on_device(query):
-            given = grad_output, grad_lse, *saved, query, key, value, Options(*options)
-            return plan.run(*given, grads)
+            return plan.run(*given, Options(*options), grads)
 
     return run
 
@@ -204,10 +213,7 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 def _fake_packed(query, key, value, *rest):
-    attention = unpack(rest[:-1])
-    separate_max = attention.bias is not None or attention.alibi_slopes is not None
-    outputs = empty_outputs(_heads_first(query), _heads_first(value), separate_max)
-    return _packed_outputs(*outputs)
+    return _packed_outputs(*_fake(*map(_heads_first, (query, key, value)), *rest))
 
 
 def _packed_outputs(output: Tensor, lse: Tensor, statistics: Tensor) -> tuple[Tensor, ...]:
@@ -216,23 +222,13 @@ def _packed_outputs(output: Tensor, lse: Tensor, statistics: Tensor) -> tuple[Te
     return _tokens_first(output), lse.squeeze(0), statistics
 
 
-def _prepare_packed(query, key, value, *rest):
-    return *map(unit_stride, (query, key, value)), *rest
-
-
-@register(
-    f"packed_attention({_ARGUMENTS}, {PACKED_SCHEMA}, bool return_lse) "
-    "-> (Tensor output, Tensor lse, Tensor statistics)",
-    _fake_packed,
-    _prepare_packed,
-)
+@register(_PACKED_FORWARD, _fake_packed, _prepare)
 def packed_forward(query, key, value, *rest):
     """Launch the forward over a packed batch. Returns (output [Tq, H, DV], lse [H, Tq], statistics
     [H, Tq, 2] or [0]), whatever `return_lse` is.
     """
-    forward = _runs_forward(
-        _forward_plan(*map(_heads_first, (query, key, value)), unpack(rest[:-1]))
-    )
+    inputs = map(_heads_first, (query, key, value))
+    forward = _runs_forward(_forward_plan(*inputs, unpack(rest[:-1])))
 
     def run(query, key, value, *tensors):
         return _packed_outputs(*forward(*map(_heads_first, (query, key, value)), *tensors))
@@ -246,22 +242,7 @@ def _fake_packed_backward(grad_output, grad_lse, query, key, value, *rest):
     return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads)
 
 
-def _prepare_packed_backward(grad_output, grad_lse, query, key, value, *rest):
-    *fields, output, lse, statistics, needs = rest
-    grad_output, output = map(unit_stride, (grad_output, output))
-    grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
-    given = *_prepare_packed(query, key, value, *fields), output
-    return grad_output, grad_lse, *given, lse.contiguous(), statistics.contiguous(), needs
-
-
-@register(
-    "packed_attention_backward(Tensor grad_output, Tensor? grad_lse, "
-    f"{_ARGUMENTS}, {PACKED_SCHEMA}, Tensor output, Tensor lse, Tensor statistics, bool[] needs) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, "
-    "Tensor grad_sinks)",
-    _fake_packed_backward,
-    _prepare_packed_backward,
-)
+@register(_PACKED_BACKWARD, _fake_packed_backward, _prepare_backward)
 def packed_backward(*arguments):
     """Launch delta, then those of dK and dV, and dQ that are needed, for a packed batch."""
     plan = _packed_gradients(None, *arguments)
@@ -307,10 +288,10 @@ _JOINT = (
     "Tensor projected, Tensor? memory, int heads, int[] order, Tensor? cos, Tensor? sin, "
     "bool interleaved, Tensor? query_norm, Tensor? key_norm, float eps"
 )
-_RETURNS = "Tensor output, Tensor lse, Tensor statistics, Tensor rotated_query, Tensor rotated_key"
-_GRADIENTS = (
+_ROTATED = _OUTPUTS + ", Tensor rotated_query, Tensor rotated_key"
+_JOINT_GRADIENTS = (
     "Tensor grad_projected, Tensor grad_memory, Tensor grad_query_norm, Tensor grad_key_norm, "
-    "Tensor grad_bias, Tensor grad_sinks"
+    + _OPTION_GRADIENTS
 )
 
 
@@ -383,24 +364,20 @@ def _joint_backward(attention_gradients):
     """Return the backward, given that of attention, whose first argument is where to write."""
 
     def backward(grad_output, grad_lse, projected, memory, heads, order, cos, sin, *rest):
-        (interleaved, *weights, eps), rest = rest[:4], rest[4:]
-        *given, rotated_query, rotated_key, needs = rest
-        rotated = rotated_query, rotated_key
+        interleaved, *weights, eps = rest[:4]
+        given, rotated, needs = rest[4:-3], rest[-3:-1], rest[-1]
         made = _joint_parts(projected, memory, heads, order, weights, rotated, needs)
         _, inputs, grads, saved, own = made
         last = needs[memory is not None]
         wanted = [needs[0], last, last, *needs[4:]]
-        plan, rotate = (
-            attention_gradients(grads, grad_output, grad_lse, *inputs, *given, wanted),
-            None,
-        )
+        plan = attention_gradients(grads, grad_output, grad_lse, *inputs, *given, wanted)
+        rotate = None
         if cos is not None:
             options = interleaved, *weights, eps, [True, True, *needs[2:4]]
             rotate = rotary.gradients(own, *grads[:2], *saved, cos, sin, *options)
 
         def run(grad_output, grad_lse, projected, memory, cos, sin, query_norm, key_norm, *rest):
-            weights, (*given, rotated_query, rotated_key) = (query_norm, key_norm), rest
-            rotated = rotated_query, rotated_key
+            weights, given, rotated = (query_norm, key_norm), rest[:-2], rest[-2:]
             made = _joint_parts(projected, memory, heads, order, weights, rotated, needs)
             joint, inputs, grads, saved, own = made
             others = plan(grad_output, grad_lse, *inputs, *given, grads=grads)
@@ -417,35 +394,25 @@ def _joint_backward(attention_gradients):
     return backward
 
 
-def _prepare_joint_backward(grad_output, grad_lse, projected, memory, heads, order, *rest):
+def _prepare_joint_backward(grad_output, grad_lse, *rest):
     """Return the arguments as the kernels take them."""
-    *fields, output, lse, statistics, rotated_query, rotated_key, needs = rest[6:]
-    rotation = [unit_stride(x) if isinstance(x, Tensor) else x for x in rest[:6]]
-    projected, memory = (x if x is None else unit_stride(x) for x in (projected, memory))
+    given = [unit_stride(x) if isinstance(x, Tensor) else x for x in rest[:10]]
+    *fields, output, lse, statistics, rotated_query, rotated_key, needs = rest[10:]
     attention = unpack(fields)
-    if attention.mask_spans is not None and attention.cu_seqlens_q is None:
-        attention = _visiting(*parts(projected, memory, heads, order), attention)
-    grad_output, output = map(unit_stride, (grad_output, output))
-    grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
-    saved = output, lse.contiguous(), statistics.contiguous()
-    rotated = [unit_stride(x) if x.numel() else x for x in (rotated_query, rotated_key)]
-    given = projected, memory, heads, order, *rotation, *pack([attention]), *saved, *rotated
-    return grad_output, grad_lse, *given, needs
+    if attention.mask_spans is not None:
+        fields = pack([_visiting(*parts(*given[:4]), attention)])
+    grads, saved = _prepare_saved(grad_output, grad_lse, output, lse, statistics)
+    rotated = map(unit_stride, (rotated_query, rotated_key))
+    return *grads, *given, *fields, *saved, *rotated, needs
 
 
 for _op, _schema, _attend, _fakes, _write in (
     ("scaled_dot_product_attention", SCHEMA, forward, _fake, _gradients),
     ("packed_attention", PACKED_SCHEMA, packed_forward, _fake_packed, _packed_gradients),
 ):
-    register(
-        f"joint_{_op}({_JOINT}, {_schema}, bool return_lse) -> ({_RETURNS})", _fake_joint(_fakes)
-    )(_joint_forward(_attend))
-    register(
-        f"joint_{_op}_backward(Tensor grad_output, Tensor? grad_lse, {_JOINT}, {_schema}, "
-        f"{_RETURNS}, bool[] needs) -> ({_GRADIENTS})",
-        _fake_joint_backward,
-        _prepare_joint_backward,
-    )(_joint_backward(_write))
+    _forward, _backward = _schemas(f"joint_{_op}", _schema, _JOINT, _ROTATED, _JOINT_GRADIENTS)
+    register(_forward, _fake_joint(_fakes))(_joint_forward(_attend))
+    register(_backward, _fake_joint_backward, _prepare_joint_backward)(_joint_backward(_write))
 
 
 def describe(
@@ -454,8 +421,7 @@ def describe(
     """Return which kernels a call takes, if its shape or a measurement decides that, or None."""
     if attention.cu_seqlens_q is not None:
         query, key, value = map(_heads_first, (query, key, value))
-    if attention.mask_spans is not None:
-        attention = _visiting(query, key, value, attention)
+    attention = _visiting(query, key, value, attention)
     plan = _forward_plan(query, key, value, attention)
     found = ["the keys are split over programs"] * isinstance(plan, DecodePlan)
     found += ["the mask is bounded"] * (plan.source is not None)

@@ -64,14 +64,7 @@ from .scores import (
     Sizes,
     Tile,
 )
-from .short_backward import (
-    SEPARATE,
-    RowLayouts,
-    ShortLaunch,
-    pays,
-    short_kernels,
-    short_obstacle,
-)
+from .short_backward import SEPARATE, RowLayouts, ShortLaunch, pays, short_kernels, short_obstacle
 from .tail import tail_launch
 
 # With a bias, Triton 3.6 serialises the products of dK and dV if unmasked tiles have a loop of
@@ -220,12 +213,11 @@ class Plan:
             self.has = self.has._replace(lists=3 if in_documents else 2 if any(cut) else 1)
         self.steps = rows = tuple(n for x in (query, key, value) for n in self.strides(x))
         group = self.heads // max(1, self.groups)
+        of_lists = _steps_of_lists(attention)
         softcap = 1.0 if attention.softcap is None else attention.softcap
         lengths = self.q_length, self.k_length, q_rows, k_rows
         self.arguments: dict[str, Any] = dict(
-            strides=AttentionStrides(
-                *rows, *strides[0], *strides[1], *slopes, *_steps_of_lists(attention)
-            ),
+            strides=AttentionStrides(*rows, *strides[0], *strides[1], *slopes, *of_lists),
             sizes=Sizes(self.heads, group, *lengths, documents),
             band=Band(left, right),
             factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)),
@@ -289,14 +281,9 @@ class Plan:
             tiles = tiles._replace(BN=128)  # of a program
         programs = grid(tiles, has)
         has = has._replace(sections=len(programs) == 3)
-        made = launch(
-            kernel,
-            programs,
-            own | arguments | dict(tile=constants(tile), has=constants(has)),
-            tiles.warps,
-            tiles.stages,
-            dict(inputs=self.inputs, optional=OptionalInputs),
-        )
+        own |= arguments | dict(tile=constants(tile), has=constants(has))
+        groups = dict(inputs=self.inputs, optional=OptionalInputs)
+        made = launch(kernel, programs, own, tiles.warps, tiles.stages, groups)
         self.launch[name] = made if bounds is None else bounds.then(made)
         return kernel
 
@@ -311,20 +298,19 @@ class Plan:
         full = 2 in (self.has.mask, self.has.bias)
         if on():  # of one query and of many, with any mask and without one
             lengths, full = (128, 128), True
-        given = kernel, self.arch, self.dtype, self.head_block, *lengths, full
-        shipped = configuration(*given)
-        how = self.has.bias == 2, not self.tile.split
+        shipped = configuration(kernel, self.arch, self.dtype, self.head_block, *lengths, full)
         if kernel == "delta":
             return shipped
-        if self.has.lists:
-            shipped = in_block(shipped, kernel, *how)
+
+        def fitted(tiles: AttentionTiles) -> AttentionTiles:
+            how = self.has.bias == 2, not self.tile.split
+            return in_block(tiles, kernel, *how) if self.has.lists else tiles
 
         def options() -> list[Any]:
-            found = rows(kernel, self.dtype, self.head_block)
-            if self.has.lists:
-                found = list(dict.fromkeys(in_block(x, kernel, *how) for x in found))
+            found = dict.fromkeys(map(fitted, rows(kernel, self.dtype, self.head_block)))
             return [*found, *self.gluon.options.get(kernel, [])]
 
+        shipped = fitted(shipped)
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
 
     @functools.cached_property
@@ -421,26 +407,25 @@ class DecodePlan(Plan):
         outputs = empty_outputs(query, value, self.separate_max)
         self.outputs = _layouts(query, outputs)
         tiles = self.tiles("decode")
-        split = Split(heads, self.parts(tiles))
-        programs = self.blocks(tiles) * split.parts
+        blocks = triton.cdiv(self.tile_rows, tiles.BM) * self.batch_heads
+        # Where the band hides keys, those that are seen may lie in one tile more.
+        count = triton.cdiv(self.keys(), tiles.BN) + (self.keys() < self.k_length)
+        split = Split(heads, parts_of_keys(count, blocks, processors(self.device)))
+        programs = blocks * split.parts
         self.read = (key.numel() + value.numel()) * key.element_size()
         self.choose_bounds("decode", attention)
         self.add("decode", split_kernel, lambda *_: (programs,), self.has, split=split)
         rows = self.batch * self.heads * self.q_length
         self.partial = (rows, split.parts, self.tile.value_dim), (rows, split.parts, 2)
         most = min(16, max(2, next_power_of_2(split.parts)))
-        self.launch["merge"] = Launch(
-            merge_kernel,
-            (rows,),
-            dict(
-                output_strides=RowStrides(*outputs[0].stride()[:3]),
-                sizes=self.arguments["sizes"],
-                parts=split.parts,
-                tile=constants(self.tile._replace(rows=most)),
-                has=constants(self.has._replace(sink=attention.sinks is not None)),
-            ),
-            4,
+        own = dict(
+            output_strides=RowStrides(*outputs[0].stride()[:3]),
+            sizes=self.arguments["sizes"],
+            parts=split.parts,
+            tile=constants(self.tile._replace(rows=most)),
+            has=constants(self.has._replace(sink=attention.sinks is not None)),
         )
+        self.launch["merge"] = Launch(merge_kernel, (rows,), own, warps=4)
         self.split, self.merge = self.launch["decode"], self.launch["merge"]
 
     def tiles(self, kernel: str) -> AttentionTiles:
@@ -463,17 +448,7 @@ class DecodePlan(Plan):
 
     def keys(self) -> int:
         """Return how many keys the queries of a head can see at most."""
-        left, right = self.arguments["band"]
-        return min(self.k_length, left + right + self.q_length)
-
-    def parts(self, tiles: AttentionTiles) -> int:
-        """Return into how many parts the keys are divided."""
-        count = triton.cdiv(self.keys(), tiles.BN) + (self.keys() < self.k_length)
-        return parts_of_keys(count, self.blocks(tiles), processors(self.device))
-
-    def blocks(self, tiles: AttentionTiles) -> int:
-        """Return the number of row tiles."""
-        return triton.cdiv(self.tile_rows, tiles.BM) * self.batch_heads
+        return min(self.k_length, sum(self.arguments["band"]) + self.q_length)
 
     def forward(self, inputs, output, lse, statistics, sinks, optional) -> None:
         """Launch both kernels."""
@@ -565,7 +540,7 @@ class BackwardPlan(Plan):
         shipped = kernels[0] if pays(self) else SEPARATE
         key = TuningKey(SHORT_KEY, self.case, shipped, lambda: [*kernels, SEPARATE])
         chosen = choose(self.device, key)
-        return next((kernel for kernel in kernels if kernel == chosen), SEPARATE)
+        return chosen if chosen in kernels else SEPARATE
 
     def may_read(self, source: Source) -> bool:
         """Return whether the source is a mask: a bias that is learned hides nothing."""
@@ -576,21 +551,17 @@ class BackwardPlan(Plan):
         """Add the launch of delta, from tensors [B, H, Sq, DV] and [B, H, Sq]."""
         batch, heads, rows, _ = output.shape
         tiles = self.tiles("delta")
-        self.launch["delta"] = Launch(
-            delta_kernel,
-            (triton.cdiv(rows, tiles.BM) * batch * heads,),
-            dict(
-                output_strides=RowStrides(*output.stride()[:3]),
-                grad_strides=RowStrides(*grad_output.stride()[:3]),
-                H=heads,
-                Sq=rows,
-                tile=constants(self.tile._replace(rows=tiles.BM)),
-                HAS_DLSE=grad_lse is not None,
-                SEPARATE_MAX=self.separate_max,
-            ),
-            tiles.warps,
-            tiles.stages,
+        own = dict(
+            output_strides=RowStrides(*output.stride()[:3]),
+            grad_strides=RowStrides(*grad_output.stride()[:3]),
+            H=heads,
+            Sq=rows,
+            tile=constants(self.tile._replace(rows=tiles.BM)),
+            HAS_DLSE=grad_lse is not None,
+            SEPARATE_MAX=self.separate_max,
         )
+        grid = (triton.cdiv(rows, tiles.BM) * batch * heads,)
+        self.launch["delta"] = Launch(delta_kernel, grid, own, tiles.warps, tiles.stages)
 
     def add_dbias(self, bias: Tensor, query: Tensor, do_strides: RowStrides) -> None:
         """Add the launch that computes the gradient of a bias of queries and keys."""

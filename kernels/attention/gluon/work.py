@@ -12,13 +12,7 @@ from triton.experimental.gluon import language as gl
 from ...common import LOG2E
 from ..bounds import Bounds, load_bounds, reads_no_mask, split_at_run, visited_tiles
 from ..lists import COLUMNS, load_lists
-from ..scores import (
-    first_row,
-    keys_of_rows,
-    locate_head,
-    locate_keys,
-    unmasked_tiles,
-)
+from ..scores import first_row, keys_of_rows, locate_head, locate_keys, unmasked_tiles
 from .parts import (
     barriers,
     buffer,

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fastformer.dispatch import backends
 from fastformer.mask_tiles import BlockMask
+from fastformer.nn.stream import Pair
 
 
 class Accelerated(nn.Module):
@@ -177,12 +178,11 @@ def record_torch(op: str, reason: str) -> None:
     backends.report(backends.Choice(op, "torch", reason))
 
 
-def sum_then_norm(
-    norm: nn.Module, x: Tensor, residual: Tensor, dropout_p: float, x_bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (norm(sum), sum) of sum = residual + dropout(x + x_bias), computed by torch."""
-    x = x if x_bias is None else (x + x_bias).to(x.dtype)
-    total = residual + F.dropout(x, dropout_p)
+def sum_then_norm(norm: nn.Module, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:
+    """Return what `after_sum` of the norm returns, computed by torch."""
+    bias = added.get("input_bias")
+    x = x if bias is None else (x + bias).to(x.dtype)
+    total = residual + F.dropout(x, added["dropout_p"])
     return norm.forward(total), total
 
 

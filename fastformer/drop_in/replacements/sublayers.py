@@ -45,7 +45,7 @@ def normalized_sum(
         x, p = dropout(x), 0.0
     if _can_fuse(norm, residual, x):
         with ops_of(layer):
-            return vars(type(norm))["after_sum"](norm, x, residual, p, None, None)
+            return vars(type(norm))["after_sum"](norm, x, residual, dict(dropout_p=p))
     total = residual + (F.dropout(x, p) if p else x)
     return norm(total), total
 

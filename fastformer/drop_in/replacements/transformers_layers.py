@@ -31,7 +31,7 @@ from fastformer.drop_in.replacements.base import (
     sum_then_norm,
     unsupported_tensor,
 )
-from fastformer.nn.stream import is_unmodified
+from fastformer.nn.stream import Pair, is_unmodified
 from fastformer.ops import functional
 
 _EPS = "variance_epsilon", "eps", "epsilon"  # the attribute, by its names in the models
@@ -52,21 +52,12 @@ class FusedRootMeanSquareNorm(Recognized, AnySignature):
         with ops_of(self):
             return functional.rms_norm(x, weight.shape, weight, _eps(self))
 
-    def after_sum(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        x_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
+    def after_sum(self, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:
+        """Return (self(sum), sum) as `LayerNorm.after_sum` of nn/ does."""
         weight = self._factor()
         if x.dtype != residual.dtype or self._unsupported_reason(x, weight) is not None:
-            return sum_then_norm(self, x, residual, dropout_p, x_bias)
-        given = x, residual, weight, dropout_p, _eps(self)
-        options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
-        return functional.dropout_add_rms_norm(*given, **options)
+            return sum_then_norm(self, x, residual, added)
+        return functional.dropout_add_rms_norm(x, residual, weight, eps=_eps(self), **added)
 
     def _unsupported_reason(self, x: Tensor, weight: Tensor) -> str | None:
         reason = unsupported_tensor(x, weight)

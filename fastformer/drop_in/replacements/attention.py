@@ -15,13 +15,7 @@ from torch import Tensor, nn
 
 from fastformer.checks import shape_of, wrong_shape
 from fastformer.description import MAX_HEAD_DIM
-from fastformer.drop_in.replacements.base import (
-    Accelerated,
-    ops_of,
-    record_fallback,
-    unsupported_tensor,
-    unsupported_weight,
-)
+from fastformer.drop_in.replacements import base
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.padding import Packing
 from fastformer.nn.stream import ResidualStream
@@ -34,7 +28,7 @@ NEEDS_WEIGHTS = (
 )
 
 
-class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
+class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
     _internal = ("forward", "merge_masks")
     _returns_weights = True  # when asked; accelerate(need_weights=False) sets it to False
 
@@ -50,7 +44,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         need_weights = need_weights and self._returns_weights
-        reason = unsupported_tensor(query, key, value, key_padding_mask, attn_mask)
+        reason = base.unsupported_tensor(query, key, value, key_padding_mask, attn_mask)
         reason = reason or self._unsupported_reason()
         options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if reason is not None:
@@ -60,7 +54,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             visibility = self._visibility(query, key, attn_mask, key_padding_mask, is_causal)
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, query, key, value, *options)
-        with ops_of(self):
+        with base.ops_of(self):
             if not need_weights:
                 return self._attend(query, key, value, visibility), None
             out, weights = self._attend_with_weights(query, key, value, visibility)
@@ -103,7 +97,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility
     ) -> tuple[Tensor, Tensor]:
         """Return the output, and the weights [N, H, L, S] after dropout, as torch does."""
-        record_fallback(self, "MultiheadAttention", NEEDS_WEIGHTS)
+        base.record_fallback(self, "MultiheadAttention", NEEDS_WEIGHTS)
         q, k, v = self._projected(query, key, value).parts()
         k, v, seen = self._with_appended_keys(k, v, seen)
         weights = functional.attention_weights(q, k, seen.attn_mask, seen.is_causal, bias=seen.bias)
@@ -118,7 +112,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         if self.head_dim > MAX_HEAD_DIM:
             return f"the head dim is {self.head_dim}; the kernels take up to {MAX_HEAD_DIM}"
         packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
-        return unsupported_weight(
+        return base.unsupported_weight(
             (packed, self.in_proj_bias),
             (self.k_proj_weight, self.v_proj_weight),
             (self.bias_k, self.bias_v),

@@ -17,25 +17,14 @@ from torch import Tensor, nn
 
 from fastformer.dispatch import backends
 from fastformer.dispatch.state import is_special
+from fastformer.drop_in.replacements import base
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
-from fastformer.drop_in.replacements.base import (
-    Accelerated,
-    class_for,
-    ops_of,
-    record_torch,
-    unsupported_parameter,
-    unsupported_tensor,
-)
 from fastformer.drop_in.replacements.norms import FusedLayerNorm
 from fastformer.nn.seeds import Seeds
-from fastformer.nn.stream import (
-    ResidualStream,
-    apply_feed_forward,
-    is_unmodified,
-)
+from fastformer.nn.stream import ResidualStream, apply_feed_forward, is_unmodified
 
 
-class OnStream(Accelerated):
+class OnStream(base.Accelerated):
     """A layer, or a stack of layers, that runs on one residual stream."""
 
     _through: Callable[..., None]  # (stream, *context): run on the stream
@@ -66,7 +55,7 @@ class OnStream(Accelerated):
         arguments of `_through`, or raises TypeError or ValueError. seeds: those of the model,
         from this module's on.
         """
-        reason = unsupported_tensor(*tensors) or self._unsupported_reason()
+        reason = base.unsupported_tensor(*tensors) or self._unsupported_reason()
         if reason is not None:
             return self._run_original(reason, *tensors, *hints)
         try:
@@ -108,7 +97,7 @@ class Layer(OnStream):
                 return f"{name}: {reason}"
         names = ("norm1", "norm2", "norm3")
         norms = (getattr(self, name) for name in names if name in self._modules)
-        return unsupported_parameter(self.linear1, self.linear2, *norms)
+        return base.unsupported_parameter(self.linear1, self.linear2, *norms)
 
     def _stream_output(self, stream: ResidualStream) -> Tensor:
         return stream.value().contiguous()
@@ -128,7 +117,7 @@ class Layer(OnStream):
 
         def attend(x: Tensor) -> Tensor:
             keys = x if memory is None else memory
-            with ops_of(attention):
+            with base.ops_of(attention):
                 return attention._attend(x, keys, keys, visibility, seed, stream)
 
         return attend
@@ -173,7 +162,9 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
     ) -> Tensor:
         masks = (src_mask, src_key_padding_mask)
         if is_left_to_torch(self, src, masks, is_causal) and self._is_plain(src):
-            record_torch(type(self).__name__, "without gradients, on a CPU, torch has it as one op")
+            base.record_torch(
+                type(self).__name__, "without gradients, on a CPU, torch has it as one op"
+            )
             with torch._C.DisableTorchFunction():  # else torch runs no such op within `explain`
                 return nn.TransformerEncoderLayer.forward(self, src, None, src_key_padding_mask)
         names = ("src_mask", "src_key_padding_mask")
@@ -204,15 +195,15 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
     def _through(self, stream: ResidualStream, visibility: Visibility) -> None:
         attend = self._attention_sublayer(stream, 0, "self_attn", visibility)
         feed_forward = self._feed_forward_sublayer(stream, 2)
-        with ops_of(self):
+        with base.ops_of(self):
             first = self.norm_first
             stream.add_sublayer(attend, self.norm1, self.dropout1, first, 1)
             stream.add_sublayer(feed_forward, self.norm2, self.dropout2, first, 3)
 
 
 _PLAIN = {  # the classes of the submodules that torch's op computes
-    class_for(FusedMultiheadAttention, nn.MultiheadAttention),
-    class_for(FusedLayerNorm, nn.LayerNorm),
+    base.class_for(FusedMultiheadAttention, nn.MultiheadAttention),
+    base.class_for(FusedLayerNorm, nn.LayerNorm),
     *(nn.Linear, nn.Dropout, nn.ReLU, nn.GELU),
 }
 
@@ -293,7 +284,7 @@ class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
         seen = memory_visibility, memory
         attend_to_memory = self._attention_sublayer(stream, 2, "multihead_attn", *seen)
         feed_forward = self._feed_forward_sublayer(stream, 4)
-        with ops_of(self):
+        with base.ops_of(self):
             first = self.norm_first
             stream.add_sublayer(attend, self.norm1, self.dropout1, first, 1)
             stream.add_sublayer(attend_to_memory, self.norm2, self.dropout2, first, 3)

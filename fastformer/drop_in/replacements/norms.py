@@ -8,24 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checks import autocast_dtype
-from fastformer.drop_in.replacements.base import (
-    Accelerated,
-    ops_of,
-    sum_then_norm,
-    unsupported_weight,
-)
+from fastformer.drop_in.replacements import base
 from fastformer.nn.stream import Pair
 from fastformer.ops import functional
 
 
-class _FusedNorm(Accelerated):
+class _FusedNorm(base.Accelerated):
     def after_sum(self, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:
         """Return (self(sum), sum) as `LayerNorm.after_sum` of nn/ does."""
         norm: Any = self
         bias = norm.bias if isinstance(self, nn.LayerNorm) else None
         reason = _unsupported_norm(residual, norm.weight, bias, norm.eps)
         if reason is not None or norm.weight is None:
-            return sum_then_norm(self, x, residual, added)
+            return base.sum_then_norm(self, x, residual, added)
         given = _autocast_input(x), _autocast_input(residual), norm.weight
         if isinstance(self, nn.LayerNorm):
             found = functional.dropout_add_layer_norm(*given, bias, eps=norm.eps, **added)
@@ -40,7 +35,7 @@ class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
         reason = _unsupported_norm(input, self.weight, self.bias, self.eps)
         if reason is not None:
             return self._run_original(reason, input)
-        with ops_of(self):
+        with base.ops_of(self):
             return functional.layer_norm(
                 _autocast_input(input), self.normalized_shape, self.weight, self.bias, self.eps
             )
@@ -51,7 +46,7 @@ class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
         reason = _unsupported_norm(x, self.weight, None, self.eps)
         if reason is not None:
             return self._run_original(reason, x)
-        with ops_of(self):
+        with base.ops_of(self):
             shape = self.normalized_shape
             return functional.rms_norm(_autocast_input(x), shape, self.weight, self.eps)
 
@@ -69,4 +64,4 @@ def _unsupported_norm(
         return f"the input is {x.dtype}, the weight {weight.dtype}"
     if eps is not None and eps < 0:
         return f"eps is {eps}"
-    return unsupported_weight((weight, bias), (x, None))
+    return base.unsupported_weight((weight, bias), (x, None))

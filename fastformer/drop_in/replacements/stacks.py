@@ -14,13 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fastformer.drop_in.replacements import base
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
-from fastformer.drop_in.replacements.base import (
-    Accelerated,
-    ops_of,
-    unsupported_parameter,
-    unsupported_tensor,
-)
 from fastformer.drop_in.replacements.layers import (
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
@@ -63,7 +58,7 @@ class Stack(OnStream):
             for name in layer._attentions:
                 if _mask_form(layer, name) != _mask_form(layers[0], name):
                     return f"layers.{i} has another form of {name} than layers.0"
-        return None if self.norm is None else unsupported_parameter(self.norm)
+        return None if self.norm is None else base.unsupported_parameter(self.norm)
 
     @property
     def _sites(self) -> int:
@@ -77,7 +72,7 @@ class Stack(OnStream):
             stream.seeds = stream.seeds.after(layer._sites)
 
     def _stream_output(self, stream: ResidualStream) -> Tensor:
-        with ops_of(self):
+        with base.ops_of(self):
             out = stream.value() if self.norm is None else stream.normalize(self.norm)
         return out.contiguous()
 
@@ -126,7 +121,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         if self._is_left_to_torch(src, mask, padding, is_causal):
             with torch._C.DisableTorchFunction():  # else padding stays within `explain`
                 return nn.TransformerEncoder.forward(self, src, None, _added(padding, src))
-        reason = unsupported_tensor(src, mask, padding) or self._unsupported_reason()
+        reason = base.unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
         hidden = padding if self._drops_padding and src.dim() == 3 else None
         if hidden is not None and hidden.dtype != torch.bool:
@@ -261,7 +256,7 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
         return self._forward_on_stream((tgt, memory, *masks), hints, read_masks, _seeds)
 
 
-class FusedTransformer(Accelerated, nn.Transformer):
+class FusedTransformer(base.Accelerated, nn.Transformer):
     def forward(
         self,
         src: Tensor,

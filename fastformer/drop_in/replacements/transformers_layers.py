@@ -22,22 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.drop_in.replacements.base import (
-    AnySignature,
-    Recognized,
-    has_only,
-    ops_of,
-    record_fallback,
-    sum_then_norm,
-    unsupported_tensor,
-)
+from fastformer.drop_in.replacements import base
 from fastformer.nn.stream import Pair, is_unmodified
 from fastformer.ops import functional
 
 _EPS = "variance_epsilon", "eps", "epsilon"  # the attribute, by its names in the models
 
 
-class FusedRootMeanSquareNorm(Recognized, AnySignature):
+class FusedRootMeanSquareNorm(base.Recognized, base.AnySignature):
     """weight * x / sqrt(mean(x^2) + eps), as in Llama, T5 and most others."""
 
     _tolerance = 2e-6  # they compute in float32, whatever the dtype
@@ -49,18 +41,18 @@ class FusedRootMeanSquareNorm(Recognized, AnySignature):
         reason = self._unsupported_reason(x, weight)
         if reason is not None:
             return self._run_original(reason, x)
-        with ops_of(self):
+        with base.ops_of(self):
             return functional.rms_norm(x, weight.shape, weight, _eps(self))
 
     def after_sum(self, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:
         """Return (self(sum), sum) as `LayerNorm.after_sum` of nn/ does."""
         weight = self._factor()
         if x.dtype != residual.dtype or self._unsupported_reason(x, weight) is not None:
-            return sum_then_norm(self, x, residual, added)
+            return base.sum_then_norm(self, x, residual, added)
         return functional.dropout_add_rms_norm(x, residual, weight, eps=_eps(self), **added)
 
     def _unsupported_reason(self, x: Tensor, weight: Tensor) -> str | None:
-        reason = unsupported_tensor(x, weight)
+        reason = base.unsupported_tensor(x, weight)
         if reason is None and self._must_agree() and x.dtype != weight.dtype:
             reason = f"the input is {x.dtype}, the weight {weight.dtype}"
         return reason
@@ -77,7 +69,7 @@ class FusedRootMeanSquareNorm(Recognized, AnySignature):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not len(weight):
             return False
-        return has_only(module, "weight") and _eps(module) is not None
+        return base.has_only(module, "weight") and _eps(module) is not None
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
         x = random(2, 3, len(self.weight))
@@ -125,7 +117,7 @@ _NAMES = {
 }
 
 
-class FusedGatedFeedForward(Recognized, AnySignature):
+class FusedGatedFeedForward(base.Recognized, base.AnySignature):
     """down(dropout(f(gate(x)) * value(x))): the projections stay modules, with their hooks, their
     adapters and whatever else replaces them; one kernel computes what is between them.
     """
@@ -136,7 +128,7 @@ class FusedGatedFeedForward(Recognized, AnySignature):
         (x,) = (*given, *named.values())
         names, (_, f) = _projections(self), _activation(self)
         activation = _name(f)
-        reason = unsupported_tensor(x)
+        reason = base.unsupported_tensor(x)
         if names is None or activation is None:
             reason = "its parts were replaced"
         elif isinstance(f, nn.Module) and not is_unmodified(f):
@@ -149,7 +141,7 @@ class FusedGatedFeedForward(Recognized, AnySignature):
             gate, value = getattr(self, names[0])(x), getattr(self, names[1])(x)
         else:
             gate, value = getattr(self, names[0])(x).chunk(2, -1)
-        with ops_of(self):
+        with base.ops_of(self):
             hidden = functional.gated_activation(gate, value, activation)
         dropout = self._modules.get("dropout")
         if dropout is not None:
@@ -162,7 +154,7 @@ class FusedGatedFeedForward(Recognized, AnySignature):
         if names is None or attribute is None:
             return False
         parts = [*names, *[n for n in (attribute, "dropout") if n in module._modules]]
-        return has_only(module, *parts) and _name(f) is not None
+        return base.has_only(module, *parts) and _name(f) is not None
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
         yield (random(2, 3, 8),)
@@ -220,7 +212,7 @@ def unknown_structure(module: nn.Module) -> str | None:
 _LOSSES = "ForCausalLMLoss", "ForMaskedLMLoss"
 
 
-class FusedModelWithLoss(AnySignature):
+class FusedModelWithLoss(base.AnySignature):
     """A model that computes a loss of its logits by a function of transformers: `cross_entropy`
     computes it. If the model skips its logits, `linear_cross_entropy` does, of the hidden states.
     """
@@ -284,11 +276,11 @@ class FusedModelWithLoss(AnySignature):
                 f"{type(self).__name__} changes its logits before it computes its loss; expected a "
                 "model that does not, for accelerate(model, skip_logits=True)"
             )
-        reason = unsupported_tensor(logits, labels, shift_labels)
+        reason = base.unsupported_tensor(logits, labels, shift_labels)
         if logits.shape[-1] != vocab_size:
             reason = f"vocab_size is {vocab_size}, and there are {logits.shape[-1]} logits"
         if reason is not None:
-            record_fallback(self, type(self).__name__, reason)
+            base.record_fallback(self, type(self).__name__, reason)
             more = num_items_in_batch, ignore_index
             return theirs(logits, labels, vocab_size, *more, shift_labels=shift_labels, **ignored)
         target: Any = labels
@@ -298,7 +290,7 @@ class FusedModelWithLoss(AnySignature):
                 target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
         target = target.to(logits.device).flatten()
         reduction = "mean" if num_items_in_batch is None else "sum"
-        with ops_of(self):
+        with base.ops_of(self):
             if skipped is not None:
                 loss = skipped.loss(target, reduction, ignore_index)
             else:
@@ -360,7 +352,7 @@ def output_layer(model: nn.Module) -> nn.Linear | str:
         return f"its output layer is {type(head).__name__}, not Linear"
     if not is_unmodified(head):
         return "its output layer has hooks"
-    return unsupported_tensor(head.weight, head.bias) or head
+    return base.unsupported_tensor(head.weight, head.bias) or head
 
 
 def has_loss(module: nn.Module) -> bool:

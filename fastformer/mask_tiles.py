@@ -278,10 +278,7 @@ torch.utils._pytree.register_pytree_node(
     lambda mask: (list(mask.tensors), (mask.shape, mask.band)),
     lambda tensors, known: BlockMask(known[0], *tensors, known[1]),  # type: ignore[call-arg]
     serialized_type_name="fastformer.BlockMask",
-    flatten_with_keys_fn=lambda mask: (
-        list(zip(_FIELDS, mask.tensors)),
-        (mask.shape, mask.band),
-    ),
+    flatten_with_keys_fn=lambda mask: (list(zip(_FIELDS, mask.tensors)), (mask.shape, mask.band)),
 )
 
 
@@ -522,9 +519,8 @@ def _between(first: Tensor, end: Tensor) -> BlockMask:
 
 def _words(seen: Tensor, tiles: int, columns: int) -> Tensor:
     """Return the bits of a boolean [128 tiles, 64 columns], [tiles * columns, 256] int32."""
-    eight = (
-        seen.flatten().view(torch.int64) * 0x0102040810204080 >> 56
-    )  # gathers bit 0 of each byte
+    # Gathers bit 0 of each byte.
+    eight = seen.flatten().view(torch.int64) * 0x0102040810204080 >> 56
     words = eight.to(torch.uint8).view(torch.int32)
     parts = words.view(tiles, ROWS, columns, COLUMNS // 32).transpose(1, 2)
     return parts.reshape(tiles * columns, WORDS)
@@ -549,9 +545,8 @@ def _shared(words: Tensor) -> tuple[Tensor, Tensor]:
 def _first_of(kinds: Tensor) -> Tensor:
     """Return the first place of each kind 0, 1, .., of which each occurs."""
     places = torch.arange(len(kinds), device=kinds.device)
-    return torch.full_like(places, len(kinds)).scatter_reduce(0, kinds, places, "amin")[
-        : int(kinds.max()) + 1
-    ]
+    first = torch.full_like(places, len(kinds)).scatter_reduce(0, kinds, places, "amin")
+    return first[: int(kinds.max()) + 1]
 
 
 def _listed(shape: Shape, slots: Tensor, bits: Tensor) -> BlockMask:

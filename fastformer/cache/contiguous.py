@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,14 @@ from fastformer.checks import require_size
 from fastformer.eager import may_read
 from fastformer.ops import functional
 
+Arguments = tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]  # key, value, mask, options
+
 
 class AttendedCache:
     """Keys and values that queries attend to; no row has more than `longest` positions."""
 
     longest: int
+    _arguments: Callable[[Tensor, Tensor | None, dict[str, Any]], Arguments]  # of the op
 
     def attend(
         self, query: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
@@ -39,12 +42,6 @@ class AttendedCache:
         key, _, mask, options = self._arguments(query, mask, options)
         weights = functional.attention_weights(query, key, mask, enable_gqa=True, **options)
         return weights[..., : self.longest]
-
-    def _arguments(
-        self, query: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Return the key, value, mask and options to call the op with."""
-        raise NotImplementedError
 
 
 class KVCache(AttendedCache):
@@ -294,9 +291,7 @@ class KVCache(AttendedCache):
             at = self._rows, slice(None), self._positions(n)  # [B, n, G, D]
             self.key[at], self.value[at] = key.transpose(1, 2), value.transpose(1, 2)
 
-    def _arguments(
-        self, query: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    def _arguments(self, query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Arguments:
         lengths: Tensor | None = self.lengths
         if self._fixed_shapes:
             key, value = self.key, self.value

@@ -20,8 +20,8 @@ from fastformer.mask_tiles import BlockMask
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.embeddings import require_features
 from fastformer.nn.norms import RMSNorm
-from fastformer.nn.padding import Packing, pad, require_tokens, without_gaps
-from fastformer.nn.stream import ResidualStream, dropout_probability, is_unmodified
+from fastformer.nn.padding import AnyMask, Packing, pad, require_tokens, without_gaps
+from fastformer.nn.stream import Pair, ResidualStream, dropout_probability, is_unmodified
 from fastformer.ops import functional
 from fastformer.ops.attention.joint import Projected, joint_attention
 
@@ -166,7 +166,7 @@ class MultiHeadedAttention(AliasedModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | BlockMask | Packing | None = None,
+        mask: AnyMask = None,
         *,
         bias: Tensor | None = None,
         key_lengths: Tensor | None = None,
@@ -176,7 +176,7 @@ class MultiHeadedAttention(AliasedModule):
         alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
         cache: KVCache | LayerCache | MemoryCache | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary: Pair | None = None,
         query_packing: Packing | None = None,
         dropout_seed: int | Tensor | None = None,
         _stream: ResidualStream | None = None,
@@ -267,10 +267,10 @@ class MultiHeadedAttention(AliasedModule):
     def _forward_cached(
         self,
         inputs: dict[str, Tensor],
-        mask: Tensor | BlockMask | Packing | None,
+        mask: AnyMask,
         options: dict[str, Any],
         cache: KVCache | LayerCache | MemoryCache,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: Pair | None,
         stream: ResidualStream | None,
     ) -> Tensor:
         """Return the output [B, T, d_model] over the keys and values of the cache."""
@@ -316,7 +316,7 @@ class MultiHeadedAttention(AliasedModule):
         inputs: dict[str, Tensor],
         packings: tuple[Packing | None, Packing],
         options: dict[str, Any],
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: Pair | None,
     ) -> Tensor:
         """Return the heads' outputs [tokens, d_model] for inputs [tokens, d_model]. packings: that
         of the queries, None if it is that of the keys, and that of the keys.
@@ -404,9 +404,7 @@ class MultiHeadedAttention(AliasedModule):
             out.append(torch.unflatten(F.linear(value, weight, bias), -1, (-1, self.d_k)))
         return out
 
-    def _positioned(
-        self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _positioned(self, q: Tensor, k: Tensor, rotary: Pair | None) -> Pair:
         """Return q and k after their norms and the rotation, which are one kernel."""
         rotation = self._rotation(rotary)
         if rotation is None:
@@ -416,7 +414,7 @@ class MultiHeadedAttention(AliasedModule):
         return functional.rotary_embedding(q, k, **rotation) if rotation else (q, k)
 
     def _to_rotate(
-        self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None
+        self, q: Tensor, k: Tensor, rotary: Pair | None
     ) -> tuple[Tensor, Tensor, dict[str, Any] | None]:
         """Return q and k, and the rotation that `joint_attention` has to compute first. It is None
         if they are rotated already, which `_keep_weights` needs.
@@ -426,7 +424,7 @@ class MultiHeadedAttention(AliasedModule):
             return *self._positioned(q, k, rotary), None
         return q, k, rotation
 
-    def _rotation(self, rotary: tuple[Tensor, Tensor] | None) -> dict[str, Any] | None:
+    def _rotation(self, rotary: Pair | None) -> dict[str, Any] | None:
         """Return the arguments of `rotary_embedding` that compute norms and rotation, none if there
         are neither; None if the norms are modules of their own.
         """
@@ -481,10 +479,7 @@ class MultiHeadedAttention(AliasedModule):
 
 
 def _require_cache(
-    cache: object,
-    mask: Tensor | BlockMask | Packing | None,
-    key_lengths: Tensor | None,
-    rotary: tuple[Tensor, Tensor] | None,
+    cache: object, mask: AnyMask, key_lengths: Tensor | None, rotary: Pair | None
 ) -> None:
     """Require a cache, and no argument that does not go with it."""
     if not isinstance(cache, (KVCache, LayerCache, MemoryCache)):

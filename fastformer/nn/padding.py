@@ -82,6 +82,9 @@ class Packing:
         return replace(self, cu_seqlens=f(self.cu_seqlens), indices=f(self.indices))
 
 
+AnyMask = Tensor | BlockMask | Packing | None  # what the layers take as a mask
+
+
 def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
     """Return the tokens of a padded batch without the padding, and the `Packing` to put them back.
 

@@ -27,19 +27,13 @@ from fastformer.nn.stream import ResidualStream, apply_feed_forward, is_unmodifi
 class OnStream(base.Accelerated):
     """A layer, or a stack of layers, that runs on one residual stream."""
 
+    _unsupported_reason: Callable[[], str | None]  # why it cannot run on one stream, or None
     _through: Callable[..., None]  # (stream, *context): run on the stream
-
-    def _unsupported_reason(self) -> str | None:
-        """Return why the module cannot run on one stream, or None."""
-        raise NotImplementedError
+    _stream_output: Callable[[ResidualStream], Tensor]  # the output after `_through` has run
 
     @property
     def _sites(self) -> int:
         """How many dropout seeds the module takes."""
-        raise NotImplementedError
-
-    def _stream_output(self, stream: ResidualStream) -> Tensor:
-        """Return the module's output after `_through` has run."""
         raise NotImplementedError
 
     def _forward_on_stream(
@@ -209,10 +203,7 @@ _PLAIN = {  # the classes of the submodules that torch's op computes
 
 
 def is_left_to_torch(
-    module: nn.Module,
-    x: Tensor,
-    masks: tuple[Tensor | None, Tensor | None],
-    is_causal: bool | None,
+    module: nn.Module, x: Tensor, masks: tuple[Tensor | None, Tensor | None], is_causal: bool | None
 ) -> bool:
     """Return whether a call of an encoder, or of a layer, is left to torch, whose op for a full
     layer is the fastest: at inference on a CPU, with no mask but padding that leaves each query a

@@ -321,7 +321,8 @@ def dense_mask(spans: Tensor, lists: Tensor, bits: Tensor, q_length: int, k_leng
 # ------------------------------------------------------------------------------------ building
 
 
-def _device(device: torch.device | str) -> torch.device:
+def as_device(device: torch.device | str | int) -> torch.device:
+    """Return the device of a name; ValueError if there is none."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -375,7 +376,7 @@ def block_mask(
             raise ValueError("source has no values, or is sparse; expected a dense tensor")
         source = source.detach()
         shape = _sizes(tuple(source.shape), sizes)
-        device = source.device if device is None else _device(device)
+        device = source.device if device is None else as_device(device)
         mask, mod = source.expand(shape), None
     elif flex is not None and isinstance(source, flex.BlockMask):
         shape = _sizes(tuple(source.shape), sizes)
@@ -389,7 +390,7 @@ def block_mask(
             f"source is a {type(source).__name__}; expected a boolean tensor, "
             "mask_mod(b, h, q_idx, kv_idx), or a BlockMask of flex_attention"
         )
-    device = torch.get_default_device() if device is None else _device(device)
+    device = torch.get_default_device() if device is None else as_device(device)
     for what, n, tile in (("queries", shape[2], ROWS), ("keys", shape[3], COLUMNS)):
         if -(-n // tile) > 1 << 15:
             raise ValueError(f"{n} {what}; expected at most {tile << 15}, or 2^15 tiles")

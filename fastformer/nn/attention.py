@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import checks
-from fastformer.cache.contiguous import KVCache
+from fastformer.cache.contiguous import AttendedCache, KVCache
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.description import PADDED_OPTIONS
@@ -61,7 +61,7 @@ def attention(
     for name, x in inputs.items():
         checks.require_tensor(name, x)
         if x.dim() < 2:
-            raise ValueError(f"{name} has shape {checks.shape_of(x)}; expected [..., length, d]")
+            raise checks.wrong_shape(name, x, "[..., length, d]")
     if checks.autocast_dtype(query) is None:
         checks.require_floating(**inputs)
     if key.shape[-1] != query.shape[-1] or key.shape[-1] == 0:
@@ -331,10 +331,7 @@ class MultiHeadedAttention(AliasedModule):
         for name, x in inputs.items():
             require_tokens(name, x, own if name == "query" else packing)
             if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
-                given = checks.shape_of(x)
-                raise ValueError(
-                    f"{name} has shape {given}; expected [tokens, d_model = {self.h * self.d_k}]"
-                )
+                raise checks.wrong_shape(name, x, f"[tokens, d_model = {self.h * self.d_k}]")
             require_linear_input(name, x, linears[0])
         projected = Projected(self._projected(inputs, linears), self.h, (0, 1, 2))
         q, k, v = projected.parts()
@@ -369,9 +366,7 @@ class MultiHeadedAttention(AliasedModule):
         """Return the packing of the queries: that of the keys, if none is given."""
         if query_packing is None:
             return packing
-        if not isinstance(query_packing, Packing):
-            kind = type(query_packing).__name__
-            raise TypeError(f"query_packing is a {kind}; expected a Packing or None")
+        checks.require_instance("query_packing", query_packing, Packing, "a Packing or None")
         if query_packing.batch != packing.batch:
             raise ValueError(
                 f"query_packing has {query_packing.batch} sequences; "
@@ -469,8 +464,7 @@ class MultiHeadedAttention(AliasedModule):
                 )
             return _boolean_mask(mask, (t, s), f"; {spelled}")
         if mask.dim() != 4:
-            given = checks.shape_of(mask)
-            raise ValueError(f"mask has shape {given}; expected [B, 1, S], [B, T, S] or [1, T, S]")
+            raise checks.wrong_shape("mask", mask, "[B, 1, S], [B, T, S] or [1, T, S]")
         return _boolean_mask(mask, shape)
 
     def extra_repr(self) -> str:
@@ -482,8 +476,7 @@ def _require_cache(
     cache: object, mask: AnyMask, key_lengths: Tensor | None, rotary: Pair | None
 ) -> None:
     """Require a cache, and no argument that does not go with it."""
-    if not isinstance(cache, (KVCache, LayerCache, MemoryCache)):
-        raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache or None")
+    checks.require_instance("cache", cache, AttendedCache, "a KVCache or None")
     if isinstance(mask, Packing):
         raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
     if key_lengths is not None:
@@ -501,10 +494,8 @@ def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
     """Return the mask as booleans; require that it broadcasts to `shape`, that of the weights."""
     sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
     if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
-        given = checks.shape_of(mask)
-        raise ValueError(
-            f"mask has shape {given}; expected one that broadcasts to {list(shape)}{hint}"
-        )
+        expected = f"one that broadcasts to {list(shape)}{hint}"
+        raise checks.wrong_shape("mask", mask, expected)
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point():

@@ -294,10 +294,9 @@ def _mask_of_scores(name: str, attn_mask: Tensor | None, scores: tuple[int, ...]
         return attn_mask
     if attn_mask.shape == (batch * heads, length, keys):
         return attn_mask.unflatten(0, (batch, heads))
-    raise ValueError(
-        f"{name} has shape {shape_of(attn_mask)}; expected [L, S] = "
-        f"[{length}, {keys}] or [N H, L, S] = [{batch * heads}, {length}, {keys}]"
-    )
+    sizes = f"{length}, {keys}]"
+    expected = f"[L, S] = [{sizes} or [N H, L, S] = [{batch * heads}, {sizes}"
+    raise wrong_shape(name, attn_mask, expected)
 
 
 def _joined(

@@ -64,22 +64,17 @@ class AnySignature(Accelerated):
     @classmethod
     def _members_for(cls, original: type[nn.Module]) -> dict[str, Any]:
         """Return what the class that replaces `original` has of its own, by name."""
-        return {"forward": cls._forward_for(original)}
-
-    @classmethod
-    def _source(cls, original: type[nn.Module]) -> tuple[Any, ...]:
-        """Return what of `original` the members depend on: `original` may be patched meanwhile."""
-        return (original.forward,)
-
-    @classmethod
-    def _forward_for(cls, original: type[nn.Module]) -> Callable[..., Any]:
-        """Return the forward of the class that replaces `original`."""
 
         @functools.wraps(original.forward)  # which `inspect.signature` and tools like Trainer read
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return cls.forward(self, *args, **kwargs)
 
-        return forward
+        return {"forward": forward}
+
+    @classmethod
+    def _source(cls, original: type[nn.Module]) -> tuple[Any, ...]:
+        """Return what of `original` the members depend on: `original` may be patched meanwhile."""
+        return (original.forward,)
 
 
 class Recognized(Accelerated):
@@ -102,9 +97,13 @@ class Recognized(Accelerated):
         return {}
 
 
-def has_only(module: nn.Module, *names: str) -> bool:
-    """Return whether the parameters, buffers and submodules of the module are exactly `names`."""
-    return {*module._parameters, *module._buffers, *module._modules} == set(names)
+def has_only(module: nn.Module, **kinds: type) -> bool:
+    """Return whether the parameters, buffers and submodules of the module are those, by name, and
+    of these kinds.
+    """
+    parts = {**module._parameters, **module._buffers, **module._modules}
+    same = parts.keys() == kinds.keys()
+    return same and all(isinstance(parts[name], kind) for name, kind in kinds.items())
 
 
 _classes: dict[tuple[Any, ...], type[Accelerated]] = {}

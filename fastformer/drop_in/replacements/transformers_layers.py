@@ -65,11 +65,10 @@ class FusedRootMeanSquareNorm(base.Recognized, base.AnySignature):
         return True
 
     @staticmethod
-    def _matches(module: nn.Module) -> bool:
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not len(weight):
+    def _matches(module: Any) -> bool:
+        if not base.has_only(module, weight=nn.Parameter) or _eps(module) is None:
             return False
-        return base.has_only(module, "weight") and _eps(module) is not None
+        return module.weight.dim() == 1 and len(module.weight) > 0
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
         x = random(2, 3, len(self.weight))
@@ -154,7 +153,7 @@ class FusedGatedFeedForward(base.Recognized, base.AnySignature):
         if names is None or attribute is None:
             return False
         parts = [*names, *[n for n in (attribute, "dropout") if n in module._modules]]
-        return base.has_only(module, *parts) and _name(f) is not None
+        return base.has_only(module, **dict.fromkeys(parts, object)) and _name(f) is not None
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
         yield (random(2, 3, 8),)

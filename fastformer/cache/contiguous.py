@@ -174,17 +174,20 @@ class KVCache(AttendedCache):
             ValueError: a length outside [0, capacity], another shape or device.
             TypeError: length is neither an int nor an integer tensor.
         """
+        expected = f"0 to the capacity of the cache, {self.capacity}"
         if not isinstance(length, Tensor):
             length = checks.require_int("length", length)
             if not 0 <= length <= self.capacity:
-                raise ValueError(
-                    f"length is {length}; expected 0 to the capacity of the cache, {self.capacity}"
-                )
+                raise ValueError(f"length is {length}; expected {expected}")
             self.lengths.clamp_(max=length)
             self.longest = min(self.longest, length)
             self._even = self._even or length == 0
             return
-        _require_lengths(length, self.lengths, self.capacity)
+        checks.require_integers("length", length)
+        if length.shape != self.lengths.shape:
+            raise checks.wrong_shape("length", length, f"[B] = [{len(self.lengths)}]")
+        checks.require_device("length", length, "the cache", self.lengths)
+        checks.require_values("length", length, self.capacity, expected)
         torch.minimum(self.lengths, length.to(torch.int32), out=self.lengths)
         self._even = False
         self._measure()
@@ -313,12 +316,3 @@ def require_rows(index: Tensor, lengths: Tensor) -> Tensor:
     checks.require_device("index", index, "the cache", lengths)
     checks.require_values("index", index, last, f"rows of the cache, 0 to {last}")
     return index.long()
-
-
-def _require_lengths(length: Tensor, lengths: Tensor, capacity: int) -> None:
-    checks.require_integers("length", length)
-    if length.shape != lengths.shape:
-        raise checks.wrong_shape("length", length, f"[B] = [{len(lengths)}]")
-    checks.require_device("length", length, "the cache", lengths)
-    expected = f"0 to the capacity of the cache, {capacity}"
-    checks.require_values("length", length, capacity, expected)

@@ -130,7 +130,7 @@ class _Recorder:
         if running.modules is not self._running:
             return
         name, why = type(module).__name__, None
-        if not isinstance(module, Accelerated) and isinstance(module, _BASES):
+        if not isinstance(module, Accelerated) and isinstance(module, tuple(KINDS)):
             why = "accelerate(model) has not replaced it"
         elif self._hugging_face and "attention" in name.lower() and not self._attended[-1]:
             why = remaining.own_attention(module)
@@ -175,9 +175,6 @@ class _TorchAttention(TorchFunctionMode):
         if found and isinstance(out, Tensor) and func is not F.linear:
             self._products[out] = any(found)
         return out
-
-
-_BASES = tuple(KINDS)
 
 
 def name_pattern(name: str) -> str:

@@ -411,9 +411,7 @@ def _sides(mask_function: Callable[..., object]) -> Sides | None:
     return None
 
 
-def _packed(
-    mask_function: Callable[..., object],
-) -> tuple[Tensor | None, Callable[..., object]]:
+def _packed(mask_function: Callable[..., object]) -> tuple[Tensor | None, Callable[..., object]]:
     """Return (the index of each token's sequence [B, T], the pattern within a sequence) of
     transformers' pattern for packed sequences; (None, the pattern) of any other.
     """

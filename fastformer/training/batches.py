@@ -72,12 +72,7 @@ class Batch:
     ntokens: Tensor | None = None
 
     def __init__(
-        self,
-        src: Tensor | None,
-        tgt: Tensor | None = None,
-        pad: int = 0,
-        *,
-        packed: bool = False,
+        self, src: Tensor | None, tgt: Tensor | None = None, pad: int = 0, *, packed: bool = False
     ) -> None:
         self.pad = pad = checks.require_int("pad", pad)
         checks.require_flag("packed", packed)

@@ -160,7 +160,9 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             return False
         if padding is None:
             return True
-        return not self._drops_padding and all(_is_plain(layer, src) for layer in self.layers)
+        kind = FusedTransformerEncoderLayer
+        plain = (isinstance(layer, kind) and layer._is_plain(src) for layer in self.layers)
+        return not self._drops_padding and all(plain)
 
     def _forward_packed(
         self, src: Tensor, packing: Packing, is_causal: bool, seeds: Seeds
@@ -201,10 +203,6 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         if not getattr(self, "mask_check", True):
             return True
         return _may_decide(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
-
-
-def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    return isinstance(layer, FusedTransformerEncoderLayer) and layer._is_plain(x)
 
 
 def _added(padding: Tensor | None, x: Tensor) -> Tensor | None:

@@ -95,12 +95,10 @@ def _eps(module: nn.Module) -> float | None:
 
 # The names of a gated layer's parts: the projections of gate and value, or both in one with the
 # gate first, and the projection of their product.
-_SEPARATE = (
+_PROJECTIONS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("wi_0", "wi_1", "wo"),
     ("w1", "w3", "w2"),
-)
-_JOINED = (
     ("gate_up_proj", "down_proj"),
     ("input_linear", "output_linear"),
 )
@@ -127,25 +125,24 @@ class FusedGatedFeedForward(base.Recognized, base.AnySignature):
         (x,) = (*given, *named.values())
         names, (_, f) = _projections(self), _activation(self)
         activation = _name(f)
-        reason = base.unsupported_tensor(x)
         if names is None or activation is None:
-            reason = "its parts were replaced"
-        elif isinstance(f, nn.Module) and not is_unmodified(f):
+            return self._run_original("its parts were replaced", x)
+        *projections, last = (getattr(self, name) for name in names)
+        reason = base.unsupported_tensor(x)
+        if isinstance(f, nn.Module) and not is_unmodified(f):
             reason = "its activation has hooks"
-        elif type(last := getattr(self, names[-1])) is nn.Linear and last.weight.dtype != x.dtype:
+        elif type(last) is nn.Linear and last.weight.dtype != x.dtype:
             reason = "its projections have other dtypes than the input"
-        if reason is not None or names is None or activation is None:
-            return self._run_original(str(reason), x)
-        if len(names) == 3:
-            gate, value = getattr(self, names[0])(x), getattr(self, names[1])(x)
-        else:
-            gate, value = getattr(self, names[0])(x).chunk(2, -1)
+        if reason is not None:
+            return self._run_original(reason, x)
+        projected = [layer(x) for layer in projections]
+        gate, value = projected if len(projected) == 2 else projected[0].chunk(2, -1)
         with base.ops_of(self):
             hidden = functional.gated_activation(gate, value, activation)
         dropout = self._modules.get("dropout")
         if dropout is not None:
             hidden = dropout(hidden)
-        return getattr(self, names[-1])(hidden)
+        return last(hidden)
 
     @staticmethod
     def _matches(module: nn.Module) -> bool:
@@ -171,7 +168,7 @@ class FusedGatedFeedForward(base.Recognized, base.AnySignature):
 
 def _projections(module: nn.Module) -> tuple[str, ...] | None:
     """Return the names of the projections that the module has, the last one for the product."""
-    for names in (*_SEPARATE, *_JOINED):
+    for names in _PROJECTIONS:
         if all(name in module._modules for name in names):
             return names
     return None

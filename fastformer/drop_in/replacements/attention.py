@@ -181,10 +181,7 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
             if visible is not None:  # the padding
                 bias = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -math.inf)
             return Visibility(blocks.dense() if self._appends_keys() else blocks, bias)
-        padding = None
-        if hidden_keys is not None and attn_mask is None and bias is None:
-            padding = hidden_keys.view(batch, scores[3])
-        return Visibility(visible, bias, is_causal, padding=padding)
+        return Visibility(visible, bias, is_causal)
 
     # ---------------------------------------------------------------------- queries, keys, values
 
@@ -264,14 +261,12 @@ class Visibility(NamedTuple):
 
     attn_mask: boolean, True for a visible key, or a `BlockMask`, and bias: added to the scores;
     both broadcast to [N, H, L, S]. packing: the `Packing` of a batch whose padding was dropped.
-    padding: key_padding_mask [N, S], True for a masked key, if attn_mask holds only the padding.
     """
 
     attn_mask: Any = None
     bias: Tensor | None = None
     is_causal: bool = False
     packing: Packing | None = None
-    padding: Tensor | None = None
 
 
 def _padding_of_scores(

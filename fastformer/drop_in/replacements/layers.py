@@ -23,6 +23,8 @@ from fastformer.drop_in.replacements.norms import FusedLayerNorm
 from fastformer.nn.seeds import Seeds
 from fastformer.nn.stream import ResidualStream, apply_feed_forward, is_unmodified
 
+Masks = tuple[Tensor | None, ...]  # of a call: attention masks, then the paddings of keys
+
 
 class OnStream(base.Accelerated):
     """A layer, or a stack of layers, that runs on one residual stream."""
@@ -202,9 +204,7 @@ _PLAIN = {  # the classes of the submodules that torch's op computes
 }
 
 
-def is_left_to_torch(
-    module: nn.Module, x: Tensor, masks: tuple[Tensor | None, Tensor | None], is_causal: bool | None
-) -> bool:
+def is_left_to_torch(module: nn.Module, x: Tensor, masks: Masks, is_causal: bool | None) -> bool:
     """Return whether a call of an encoder, or of a layer, is left to torch, whose op for a full
     layer is the fastest: at inference on a CPU, with no mask but padding that leaves each query a
     key.
@@ -231,16 +231,12 @@ def _leaves_keys(padding: Tensor, x: Tensor) -> bool:
 
 
 def encoder_visibility(
-    layer: Layer,
-    src: Tensor,
-    masks: tuple[Tensor | None, Tensor | None],
-    is_causal: bool,
-    names: tuple[str, str],
+    layer: Layer, src: Tensor, masks: Masks, is_causal: bool, names: tuple[str, str]
 ) -> Visibility:
     """Check src [N, L, E], [L, N, E] or [L, E], and translate the two masks of self-attention."""
     attention = attention_of(layer, "self_attn")
     attention._require_inputs(src, src, src)
-    return attention._visibility(src, src, *masks, is_causal, names)
+    return attention._visibility(src, src, masks[0], masks[1], is_causal, names)
 
 
 class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
@@ -283,11 +279,7 @@ class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
 
 
 def decoder_context(
-    layer: Layer,
-    tgt: Tensor,
-    memory: Tensor,
-    masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    hints: tuple[bool, bool],
+    layer: Layer, tgt: Tensor, memory: Tensor, masks: Masks, hints: tuple[bool, bool]
 ) -> tuple[Visibility, Tensor, Visibility]:
     """Check tgt and memory, and translate torch's four masks.
 
@@ -295,14 +287,10 @@ def decoder_context(
     and memory_is_causal. Return the `context` arguments of a decoder layer's `_through`.
     """
     tgt_mask, memory_mask, tgt_padding, memory_padding = masks
-    own, cross = attention_of(layer, "self_attn"), attention_of(layer, "multihead_attn")
-    own._require_inputs(tgt, tgt, tgt)
-    cross._require_inputs(tgt, memory, memory)
     names = ("tgt_mask", "tgt_key_padding_mask")
-    visibility = own._visibility(tgt, tgt, tgt_mask, tgt_padding, hints[0], names)
+    own = encoder_visibility(layer, tgt, (tgt_mask, tgt_padding), hints[0], names)
+    cross = attention_of(layer, "multihead_attn")
+    cross._require_inputs(tgt, memory, memory)
     names = ("memory_mask", "memory_key_padding_mask")
-    return (
-        visibility,
-        memory,
-        cross._visibility(tgt, memory, memory_mask, memory_padding, hints[1], names),
-    )
+    seen = cross._visibility(tgt, memory, memory_mask, memory_padding, hints[1], names)
+    return own, memory, seen

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer import checks
-from fastformer.checks import require_size
 from fastformer.eager import may_read
 from fastformer.ops import functional
 
@@ -81,8 +80,8 @@ class KVCache(AttendedCache):
         device: torch.device | str | None = None,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        batch, heads, capacity = require_size(batch=batch, heads=heads, capacity=capacity)
-        require_size(head_dim=head_dim, value_dim=value_dim)
+        batch, heads, capacity = checks.require_size(batch=batch, heads=heads, capacity=capacity)
+        checks.require_size(head_dim=head_dim, value_dim=value_dim)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in checks.FLOATING:
             raise TypeError(f"dtype is {dtype}; expected float32, float16, bfloat16 or float64")

@@ -261,15 +261,10 @@ class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
         )
 
     def _through(
-        self,
-        stream: ResidualStream,
-        visibility: Visibility,
-        memory: Tensor,
-        memory_visibility: Visibility,
+        self, stream: ResidualStream, own: Visibility, memory: Tensor, cross: Visibility
     ) -> None:
-        attend = self._attention_sublayer(stream, 0, "self_attn", visibility)
-        seen = memory_visibility, memory
-        attend_to_memory = self._attention_sublayer(stream, 2, "multihead_attn", *seen)
+        attend = self._attention_sublayer(stream, 0, "self_attn", own)
+        attend_to_memory = self._attention_sublayer(stream, 2, "multihead_attn", cross, memory)
         feed_forward = self._feed_forward_sublayer(stream, 4)
         with base.ops_of(self):
             first = self.norm_first

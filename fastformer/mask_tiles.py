@@ -278,10 +278,7 @@ torch.utils._pytree.register_pytree_node(
     lambda mask: (list(mask.tensors), (mask.shape, mask.band)),
     lambda tensors, known: BlockMask(known[0], *tensors, known[1]),  # type: ignore[call-arg]
     serialized_type_name="fastformer.BlockMask",
-    flatten_with_keys_fn=lambda mask: (
-        list(zip(_FIELDS, mask.tensors)),
-        (mask.shape, mask.band),
-    ),
+    flatten_with_keys_fn=lambda mask: (list(zip(_FIELDS, mask.tensors)), (mask.shape, mask.band)),
 )
 
 
@@ -324,7 +321,8 @@ def dense_mask(spans: Tensor, lists: Tensor, bits: Tensor, q_length: int, k_leng
 # ------------------------------------------------------------------------------------ building
 
 
-def _device(device: torch.device | str) -> torch.device:
+def as_device(device: torch.device | str | int) -> torch.device:
+    """Return the device of a name; ValueError if there is none."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -378,7 +376,7 @@ def block_mask(
             raise ValueError("source has no values, or is sparse; expected a dense tensor")
         source = source.detach()
         shape = _sizes(tuple(source.shape), sizes)
-        device = source.device if device is None else _device(device)
+        device = source.device if device is None else as_device(device)
         mask, mod = source.expand(shape), None
     elif flex is not None and isinstance(source, flex.BlockMask):
         shape = _sizes(tuple(source.shape), sizes)
@@ -392,7 +390,7 @@ def block_mask(
             f"source is a {type(source).__name__}; expected a boolean tensor, "
             "mask_mod(b, h, q_idx, kv_idx), or a BlockMask of flex_attention"
         )
-    device = torch.get_default_device() if device is None else _device(device)
+    device = torch.get_default_device() if device is None else as_device(device)
     for what, n, tile in (("queries", shape[2], ROWS), ("keys", shape[3], COLUMNS)):
         if -(-n // tile) > 1 << 15:
             raise ValueError(f"{n} {what}; expected at most {tile << 15}, or 2^15 tiles")
@@ -522,9 +520,8 @@ def _between(first: Tensor, end: Tensor) -> BlockMask:
 
 def _words(seen: Tensor, tiles: int, columns: int) -> Tensor:
     """Return the bits of a boolean [128 tiles, 64 columns], [tiles * columns, 256] int32."""
-    eight = (
-        seen.flatten().view(torch.int64) * 0x0102040810204080 >> 56
-    )  # gathers bit 0 of each byte
+    # Gathers bit 0 of each byte.
+    eight = seen.flatten().view(torch.int64) * 0x0102040810204080 >> 56
     words = eight.to(torch.uint8).view(torch.int32)
     parts = words.view(tiles, ROWS, columns, COLUMNS // 32).transpose(1, 2)
     return parts.reshape(tiles * columns, WORDS)
@@ -549,9 +546,8 @@ def _shared(words: Tensor) -> tuple[Tensor, Tensor]:
 def _first_of(kinds: Tensor) -> Tensor:
     """Return the first place of each kind 0, 1, .., of which each occurs."""
     places = torch.arange(len(kinds), device=kinds.device)
-    return torch.full_like(places, len(kinds)).scatter_reduce(0, kinds, places, "amin")[
-        : int(kinds.max()) + 1
-    ]
+    first = torch.full_like(places, len(kinds)).scatter_reduce(0, kinds, places, "amin")
+    return first[: int(kinds.max()) + 1]
 
 
 def _listed(shape: Shape, slots: Tensor, bits: Tensor) -> BlockMask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,15 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer import checks
-from fastformer.checks import require_size
 from fastformer.eager import may_read
 from fastformer.ops import functional
+
+Arguments = tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]  # key, value, mask, options
 
 
 class AttendedCache:
     """Keys and values that queries attend to; no row has more than `longest` positions."""
 
     longest: int
+    _arguments: Callable[[Tensor, Tensor | None, dict[str, Any]], Arguments]  # of the op
 
     def attend(
         self, query: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
@@ -39,12 +41,6 @@ class AttendedCache:
         key, _, mask, options = self._arguments(query, mask, options)
         weights = functional.attention_weights(query, key, mask, enable_gqa=True, **options)
         return weights[..., : self.longest]
-
-    def _arguments(
-        self, query: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Return the key, value, mask and options to call the op with."""
-        raise NotImplementedError
 
 
 class KVCache(AttendedCache):
@@ -84,8 +80,8 @@ class KVCache(AttendedCache):
         device: torch.device | str | None = None,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        batch, heads, capacity = require_size(batch=batch, heads=heads, capacity=capacity)
-        require_size(head_dim=head_dim, value_dim=value_dim)
+        batch, heads, capacity = checks.require_size(batch=batch, heads=heads, capacity=capacity)
+        checks.require_size(head_dim=head_dim, value_dim=value_dim)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in checks.FLOATING:
             raise TypeError(f"dtype is {dtype}; expected float32, float16, bfloat16 or float64")
@@ -177,17 +173,20 @@ class KVCache(AttendedCache):
             ValueError: a length outside [0, capacity], another shape or device.
             TypeError: length is neither an int nor an integer tensor.
         """
+        expected = f"0 to the capacity of the cache, {self.capacity}"
         if not isinstance(length, Tensor):
             length = checks.require_int("length", length)
             if not 0 <= length <= self.capacity:
-                raise ValueError(
-                    f"length is {length}; expected 0 to the capacity of the cache, {self.capacity}"
-                )
+                raise ValueError(f"length is {length}; expected {expected}")
             self.lengths.clamp_(max=length)
             self.longest = min(self.longest, length)
             self._even = self._even or length == 0
             return
-        _require_lengths(length, self.lengths, self.capacity)
+        checks.require_integers("length", length)
+        if length.shape != self.lengths.shape:
+            raise checks.wrong_shape("length", length, f"[B] = [{len(self.lengths)}]")
+        checks.require_device("length", length, "the cache", self.lengths)
+        checks.require_values("length", length, self.capacity, expected)
         torch.minimum(self.lengths, length.to(torch.int32), out=self.lengths)
         self._even = False
         self._measure()
@@ -294,9 +293,7 @@ class KVCache(AttendedCache):
             at = self._rows, slice(None), self._positions(n)  # [B, n, G, D]
             self.key[at], self.value[at] = key.transpose(1, 2), value.transpose(1, 2)
 
-    def _arguments(
-        self, query: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    def _arguments(self, query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Arguments:
         lengths: Tensor | None = self.lengths
         if self._fixed_shapes:
             key, value = self.key, self.value
@@ -318,12 +315,3 @@ def require_rows(index: Tensor, lengths: Tensor) -> Tensor:
     checks.require_device("index", index, "the cache", lengths)
     checks.require_values("index", index, last, f"rows of the cache, 0 to {last}")
     return index.long()
-
-
-def _require_lengths(length: Tensor, lengths: Tensor, capacity: int) -> None:
-    checks.require_integers("length", length)
-    if length.shape != lengths.shape:
-        raise checks.wrong_shape("length", length, f"[B] = [{len(lengths)}]")
-    checks.require_device("length", length, "the cache", lengths)
-    expected = f"0 to the capacity of the cache, {capacity}"
-    checks.require_values("length", length, capacity, expected)

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.cache.contiguous import KVCache
+from fastformer.cache.contiguous import Arguments, AttendedCache, KVCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.checks import require_size, require_tensor, wrong_shape
 
 
-class LayerCache:
+class LayerCache(AttendedCache):
     """The caches of one decoder layer. The first append creates `own`, to fit its keys.
 
     Attributes:
@@ -48,18 +48,12 @@ class LayerCache:
             self.memory.reorder(index)
 
     @property
-    def longest(self) -> int:
+    def longest(self) -> int:  # type: ignore[override]
         return 0 if self.own is None else self.own.longest
 
-    def attend(self, *arguments: Any, **options: Any) -> Tensor:
-        """Attend to `own` as `KVCache.attend` does; an append has to come first."""
-        assert self.own is not None
-        return self.own.attend(*arguments, **options)
-
-    def weights(self, *arguments: Any, **options: Any) -> Tensor:
-        """Return the weights, as `KVCache.weights` does; an append has to come first."""
-        assert self.own is not None
-        return self.own.weights(*arguments, **options)
+    def _arguments(self, *given: Any) -> Arguments:
+        assert self.own is not None, "an append has to come first"
+        return self.own._arguments(*given)
 
 
 class DecoderCache:

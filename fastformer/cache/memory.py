@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.cache.contiguous import AttendedCache, require_rows
+from fastformer.cache.contiguous import Arguments, AttendedCache, require_rows
 
 
 class MemoryCache(AttendedCache):
@@ -46,9 +46,7 @@ class MemoryCache(AttendedCache):
             self.value.copy_(value)
         self._memory, self.filled, self.longest = memory, True, key.shape[2]
 
-    def _arguments(
-        self, query: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    def _arguments(self, query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Arguments:
         assert self.key is not None and self.value is not None
         return self.key, self.value, mask, options
 

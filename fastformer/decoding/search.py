@@ -463,16 +463,15 @@ class _BeamSearch:
     ) -> None:
         self.steps, self.n_best, self._penalty = steps, n_best, penalty
         self.num_beams, self.length_penalty = num_beams, length_penalty
-        self._lengths, begun = steps.lengths, steps.begun()
-        self._first_new = steps.first_new
+        begun, self._first_new = steps.begun(), steps.first_new
         batch, device = len(begun), begun.device
         self.tokens = begun.unsqueeze(1).repeat(1, self.num_beams, 1)
         self._rows = torch.arange(batch, device=device).repeat_interleave(self.num_beams)
-        lengths = torch.as_tensor(self._lengths, device=device).view(-1, 1)
+        self._lengths = torch.as_tensor(steps.lengths, device=device).view(-1, 1)
         none = torch.full((batch, self.num_beams), float("-inf"), device=device)
         self.scores = none.clone()
         self.scores[:, 0] = 0.0  # the beams are all the same at first: only one counts
-        self.best = Hypotheses(self.tokens, none, lengths.expand(batch, self.num_beams))
+        self.best = Hypotheses(self.tokens, none, self._lengths.expand(batch, self.num_beams))
         if not steps.new:
             self.best = self.best._replace(scores=self.scores)
 
@@ -519,8 +518,8 @@ class _BeamSearch:
         """
         scores = torch.cat([self.best.scores, totals / _penalty(new, self.length_penalty)], 1)
         scores, at = scores.topk(self.num_beams, -1)
-        lengths = torch.as_tensor(self._lengths, device=at.device).view(-1, 1) + new
-        lengths = torch.cat([self.best.lengths, lengths.expand_as(totals)], 1).gather(1, at)
+        lengths = (self._lengths + new).expand_as(totals)
+        lengths = torch.cat([self.best.lengths, lengths], 1).gather(1, at)
         tokens = torch.cat([self.best.tokens, tokens], 1)
         self.best = Hypotheses(_chosen_rows(tokens, at), scores, lengths)
 

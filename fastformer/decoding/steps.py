@@ -43,6 +43,8 @@ class Steps:
     the symbol that fills it afterwards.
     """
 
+    first: Callable[[], Tensor]  # returns the log-probabilities [B, V] after the prompts
+    step: Callable[[Tensor], Tensor]  # those [R, V] after one more token of each row, [R]
     end: Tensor | None = None
     pad = 0
 
@@ -83,14 +85,6 @@ class Steps:
     def ended(self, tokens: Tensor) -> Tensor | None:
         """Return whether tokens [..] are end symbols, [..]; None if there is no end symbol."""
         return None if self.end is None else (tokens.unsqueeze(-1) == self.end).any(-1)
-
-    def first(self) -> Tensor:
-        """Return the log-probabilities [B, V] after the prompts."""
-        raise NotImplementedError
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Return the log-probabilities [R, V] after one more token of each row, [R]."""
-        raise NotImplementedError
 
     def reorder(self, rows: Tensor, same_source: bool) -> None:
         """Let row i continue the tokens of row rows[i]; rows: [R'].
@@ -308,7 +302,8 @@ def make_steps(
             "which counts the prompt too, unlike max_new_tokens"
         )
     _require_positions(model, max_len)
-    vocabulary = _vocabulary(model)
+    tables = (x.lut for x in _embedding(model) if isinstance(x, Embeddings))
+    vocabulary = next((table.num_embeddings for table in tables), None)
     _require_symbols(vocabulary, start_symbol=start_symbol, pad_symbol=pad_symbol)
     ends = end_symbols(vocabulary, end_symbol)
     given, takes = (model, src, src_mask, max_len, start_symbol), _takes_cache(model)
@@ -353,24 +348,15 @@ def _require_model(model: Any, start_symbol: int | None) -> None:
         raise ValueError("start_symbol is None; expected the first token of every row")
 
 
-def _embedding(model: Any) -> nn.Module | None:
-    """Return a module whose only embedding is that of the decoded tokens, or None."""
+def _embedding(model: Any) -> list[nn.Module]:
+    """Return modules of which the only embedding is that of the decoded tokens."""
     embed = getattr(model, "tgt_embed", None) if hasattr(model, "encode") else model
-    return embed if isinstance(embed, nn.Module) else None
-
-
-def _vocabulary(model: Any) -> int | None:
-    embed = _embedding(model)
-    for module in () if embed is None else embed.modules():
-        if isinstance(module, Embeddings):
-            return module.lut.num_embeddings
-    return None
+    return list(embed.modules()) if isinstance(embed, nn.Module) else []
 
 
 def _require_positions(model: Any, max_len: int) -> None:
     """Require that the model has positions for all tokens but the last, which no step reads."""
-    embed = _embedding(model)
-    for module in () if embed is None else embed.modules():
+    for module in _embedding(model):
         if not isinstance(module, (PositionalEncoding, RotaryEmbedding)):
             continue
         most = module.pe.shape[1] if isinstance(module, PositionalEncoding) else module.max_len

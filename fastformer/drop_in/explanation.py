@@ -17,13 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastformer.checks import require_instance
 from fastformer.dispatch import backends
-from fastformer.drop_in.remaining import (
-    DIRECT_CALL,
-    PRODUCTS,
-    SOFTMAX,
-    SUGGESTION,
-    own_attention,
-)
+from fastformer.drop_in import remaining
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.base import Accelerated, running
 from fastformer.nn.attention import MultiHeadedAttention
@@ -123,7 +117,7 @@ class _Recorder:
         module = self._running[-1] if self._running else None
         if module is None or isinstance(module, MultiHeadedAttention):  # which records its fallback
             return
-        why = own_attention(module)
+        why = remaining.own_attention(module)
         self.record(backends.Choice(type(module).__name__, "torch", why))
         self._attended[:] = [n + 1 for n in self._attended]
 
@@ -136,10 +130,10 @@ class _Recorder:
         if running.modules is not self._running:
             return
         name, why = type(module).__name__, None
-        if not isinstance(module, Accelerated) and isinstance(module, _BASES):
+        if not isinstance(module, Accelerated) and isinstance(module, tuple(KINDS)):
             why = "accelerate(model) has not replaced it"
         elif self._hugging_face and "attention" in name.lower() and not self._attended[-1]:
-            why = own_attention(module)
+            why = remaining.own_attention(module)
         if why is not None:
             self.record(backends.Choice(name, "torch", why))
         self._running.pop()
@@ -170,20 +164,17 @@ class _TorchAttention(TorchFunctionMode):
         found = [self._products[x] for x in given if x in self._products]
         if func is F.scaled_dot_product_attention:
             theirs = caller == "transformers.integrations.sdpa_attention"
-            why = SUGGESTION.format("sdpa") if theirs else DIRECT_CALL
+            why = remaining.SUGGESTION.format("sdpa") if theirs else remaining.DIRECT_CALL
             self._recorder.record(backends.Choice(op, "torch", why))
-        elif name in PRODUCTS:
+        elif name in remaining.PRODUCTS:
             if any(found):
                 self._recorder.record_own_attention()
             found = [False]
-        elif name in SOFTMAX and found:
+        elif name in remaining.SOFTMAX and found:
             found = [True]
         if found and isinstance(out, Tensor) and func is not F.linear:
             self._products[out] = any(found)
         return out
-
-
-_BASES = tuple(KINDS)
 
 
 def name_pattern(name: str) -> str:

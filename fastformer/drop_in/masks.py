@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -49,6 +50,7 @@ class _UnsupportedError(ValueError, AttributeError):
     """A ValueError, and an AttributeError so that hasattr returns False."""
 
 
+@dataclass(eq=False, repr=False)
 class Mask:
     """Which keys each query sees in a forward, for `attention` to read. `shape` is [B, 1, Sq, Sk].
 
@@ -66,23 +68,18 @@ class Mask:
     of a packed batch, of which a query sees only keys of its own; None if the batch is not packed.
     """
 
-    dtype = torch.bool
+    shape: tuple[int, ...]
+    visible: Tensor | None
+    left: int | None
+    right: int | None
+    device: torch.device | str
+    owner: str
+    held: Tensor | None = None
+    sequences: Sequences | None = None
+    # position_ids, and this mask with the sequences that they separate
+    by_positions: tuple[Tensor, Mask] | None = None
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        visible: Tensor | None,
-        left: int | None,
-        right: int | None,
-        device: torch.device | str,
-        owner: str,
-        held: Tensor | None = None,
-        sequences: Sequences | None = None,
-    ) -> None:
-        self.shape, self.visible, self.left, self.right = shape, visible, left, right
-        self.device, self.owner, self.held, self.sequences = device, owner, held, sequences
-        # position_ids, and this mask with the sequences that they separate
-        self.by_positions: tuple[Tensor, Mask] | None = None
+    dtype = torch.bool
 
     @property
     def ndim(self) -> int:
@@ -414,9 +411,7 @@ def _sides(mask_function: Callable[..., object]) -> Sides | None:
     return None
 
 
-def _packed(
-    mask_function: Callable[..., object],
-) -> tuple[Tensor | None, Callable[..., object]]:
+def _packed(mask_function: Callable[..., object]) -> tuple[Tensor | None, Callable[..., object]]:
     """Return (the index of each token's sequence [B, T], the pattern within a sequence) of
     transformers' pattern for packed sequences; (None, the pattern) of any other.
     """

@@ -12,22 +12,10 @@ from torch import nn
 from fastformer.checks import require_flag, require_instance
 from fastformer.drop_in.explanation import explain, name_pattern
 from fastformer.drop_in.remaining import ATTENTION_WORDS, remaining, remaining_attention
-from fastformer.drop_in.replacements import KINDS, RECOGNIZED
+from fastformer.drop_in.replacements import KINDS, RECOGNIZED, known_methods, rotary
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
 from fastformer.drop_in.replacements.base import Accelerated, AnySignature, class_for
-from fastformer.drop_in.replacements.known_methods import (
-    FusedMethods,
-    known_methods,
-    unfit_parts,
-    unknown_layer,
-)
 from fastformer.drop_in.replacements.layers import Layer
-from fastformer.drop_in.replacements.rotary import (
-    FusedRotaryAttention,
-    disagreement_of,
-    rotations,
-    unknown_rotation,
-)
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
 from fastformer.drop_in.replacements.sublayers import FusedSequential, sequence, unfit
 from fastformer.drop_in.replacements.transformers_layers import (
@@ -272,7 +260,8 @@ def _plan(model: nn.Module, report: Report) -> Plan:
             continue
         kind = _kind(module)
         if kind is None:
-            kind = unknown_structure(module) or remaining(module) or unknown_layer(module)
+            kind = unknown_structure(module) or remaining(module)
+            kind = kind or known_methods.unknown_layer(module)
         try:
             cls = kind if kind is None or isinstance(kind, str) else class_for(kind, type(module))
         except Exception as error:  # the original class may reject subclasses
@@ -338,12 +327,12 @@ def _of_transformers(module: nn.Module) -> type[Accelerated] | str | None:
     kind: type[Accelerated] | None = None
     if has_loss(module):
         reason, kind = unknown_loss(module), FusedModelWithLoss
-    elif functions := rotations(type(module)):
-        return disagreement_of(functions) or FusedRotaryAttention
-    elif reason := unknown_rotation(type(module)):
+    elif functions := rotary.rotations(type(module)):
+        return rotary.disagreement_of(functions) or rotary.FusedRotaryAttention
+    elif reason := rotary.unknown_rotation(type(module)):
         return reason
-    elif known_methods(type(module)):
-        reason, kind = unfit_parts(module), FusedMethods
+    elif known_methods.known_methods(type(module)):
+        reason, kind = known_methods.unfit_parts(module), known_methods.FusedMethods
     elif type(module) is nn.Sequential and (found := sequence(list(module))):
         reason, kind = unfit(*found[1]), FusedSequential
     return kind and (reason or _collision(module, kind) or kind)

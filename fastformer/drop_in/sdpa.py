@@ -75,12 +75,9 @@ def _sdpa(
         record_torch("scaled_dot_product_attention", reason)
         return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
     enable_gqa = enable_gqa or (query.dim() > 3 and key.shape[-3] == 1)  # one head for all
-    with backends.observe(on_unsupported=_ignore):
+    # The fallback of a call outside of a module is not counted; `explain` still records it.
+    with backends.observe(on_unsupported=lambda op, reason: None):
         return functional.scaled_dot_product_attention(*args, scale, enable_gqa)
-
-
-def _ignore(op: str, reason: str) -> None:
-    """Do not count the fallback of a call outside of a module; `explain` still records it."""
 
 
 # Each of these functions returns why torch's own op has to run, or None. An invalid argument is a

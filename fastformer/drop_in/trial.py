@@ -12,12 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.dispatch import backends
+from fastformer.drop_in.replacements import transformers_layers
 from fastformer.drop_in.replacements.base import Recognized, class_for
-from fastformer.drop_in.replacements.transformers_layers import (
-    ChangedLogitsError,
-    FusedModelWithLoss,
-    output_layer,
-)
 
 
 def disagreement(module: nn.Module, kind: type[Recognized]) -> str | None:
@@ -60,13 +56,13 @@ def disagreement(module: nn.Module, kind: type[Recognized]) -> str | None:
     return None
 
 
-def needs_logits(model: FusedModelWithLoss) -> str | None:
+def needs_logits(model: transformers_layers.FusedModelWithLoss) -> str | None:
     """Return why a model cannot compute its loss without logits, or None.
 
     The model's forward runs once, in training mode, with two tokens and labels; in place of its
     base model, which computes the hidden states, a function returns zeros.
     """
-    head, base = output_layer(model), getattr(model, "base_model", model)
+    head, base = transformers_layers.output_layer(model), getattr(model, "base_model", model)
     if isinstance(head, str):
         return head
     if base is model:
@@ -83,7 +79,7 @@ def needs_logits(model: FusedModelWithLoss) -> str | None:
         try:
             output = model.forward(**named, labels=tokens, return_dict=True)
             read = any(not x.isfinite().all() for x in output.values() if type(x) is Tensor)
-        except ChangedLogitsError:
+        except transformers_layers.ChangedLogitsError:
             return "it changes them before it computes its loss"
         except Exception as error:
             return f"a trial run raised {type(error).__name__}: {error}"

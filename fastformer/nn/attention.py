@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import checks
-from fastformer.cache.contiguous import KVCache
+from fastformer.cache.contiguous import AttendedCache, KVCache
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.description import PADDED_OPTIONS
@@ -20,8 +20,8 @@ from fastformer.mask_tiles import BlockMask
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.embeddings import require_features
 from fastformer.nn.norms import RMSNorm
-from fastformer.nn.padding import Packing, pad, require_tokens, without_gaps
-from fastformer.nn.stream import ResidualStream, dropout_probability, is_unmodified
+from fastformer.nn.padding import AnyMask, Packing, pad, require_tokens, without_gaps
+from fastformer.nn.stream import Pair, ResidualStream, dropout_probability, is_unmodified
 from fastformer.ops import functional
 from fastformer.ops.attention.joint import Projected, joint_attention
 
@@ -61,7 +61,7 @@ def attention(
     for name, x in inputs.items():
         checks.require_tensor(name, x)
         if x.dim() < 2:
-            raise ValueError(f"{name} has shape {checks.shape_of(x)}; expected [..., length, d]")
+            raise checks.wrong_shape(name, x, "[..., length, d]")
     if checks.autocast_dtype(query) is None:
         checks.require_floating(**inputs)
     if key.shape[-1] != query.shape[-1] or key.shape[-1] == 0:
@@ -166,7 +166,7 @@ class MultiHeadedAttention(AliasedModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | BlockMask | Packing | None = None,
+        mask: AnyMask = None,
         *,
         bias: Tensor | None = None,
         key_lengths: Tensor | None = None,
@@ -176,7 +176,7 @@ class MultiHeadedAttention(AliasedModule):
         alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
         cache: KVCache | LayerCache | MemoryCache | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary: Pair | None = None,
         query_packing: Packing | None = None,
         dropout_seed: int | Tensor | None = None,
         _stream: ResidualStream | None = None,
@@ -267,10 +267,10 @@ class MultiHeadedAttention(AliasedModule):
     def _forward_cached(
         self,
         inputs: dict[str, Tensor],
-        mask: Tensor | BlockMask | Packing | None,
+        mask: AnyMask,
         options: dict[str, Any],
         cache: KVCache | LayerCache | MemoryCache,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: Pair | None,
         stream: ResidualStream | None,
     ) -> Tensor:
         """Return the output [B, T, d_model] over the keys and values of the cache."""
@@ -316,7 +316,7 @@ class MultiHeadedAttention(AliasedModule):
         inputs: dict[str, Tensor],
         packings: tuple[Packing | None, Packing],
         options: dict[str, Any],
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: Pair | None,
     ) -> Tensor:
         """Return the heads' outputs [tokens, d_model] for inputs [tokens, d_model]. packings: that
         of the queries, None if it is that of the keys, and that of the keys.
@@ -331,10 +331,7 @@ class MultiHeadedAttention(AliasedModule):
         for name, x in inputs.items():
             require_tokens(name, x, own if name == "query" else packing)
             if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
-                given = checks.shape_of(x)
-                raise ValueError(
-                    f"{name} has shape {given}; expected [tokens, d_model = {self.h * self.d_k}]"
-                )
+                raise checks.wrong_shape(name, x, f"[tokens, d_model = {self.h * self.d_k}]")
             require_linear_input(name, x, linears[0])
         projected = Projected(self._projected(inputs, linears), self.h, (0, 1, 2))
         q, k, v = projected.parts()
@@ -369,9 +366,7 @@ class MultiHeadedAttention(AliasedModule):
         """Return the packing of the queries: that of the keys, if none is given."""
         if query_packing is None:
             return packing
-        if not isinstance(query_packing, Packing):
-            kind = type(query_packing).__name__
-            raise TypeError(f"query_packing is a {kind}; expected a Packing or None")
+        checks.require_instance("query_packing", query_packing, Packing, "a Packing or None")
         if query_packing.batch != packing.batch:
             raise ValueError(
                 f"query_packing has {query_packing.batch} sequences; "
@@ -404,9 +399,7 @@ class MultiHeadedAttention(AliasedModule):
             out.append(torch.unflatten(F.linear(value, weight, bias), -1, (-1, self.d_k)))
         return out
 
-    def _positioned(
-        self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _positioned(self, q: Tensor, k: Tensor, rotary: Pair | None) -> Pair:
         """Return q and k after their norms and the rotation, which are one kernel."""
         rotation = self._rotation(rotary)
         if rotation is None:
@@ -416,7 +409,7 @@ class MultiHeadedAttention(AliasedModule):
         return functional.rotary_embedding(q, k, **rotation) if rotation else (q, k)
 
     def _to_rotate(
-        self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None
+        self, q: Tensor, k: Tensor, rotary: Pair | None
     ) -> tuple[Tensor, Tensor, dict[str, Any] | None]:
         """Return q and k, and the rotation that `joint_attention` has to compute first. It is None
         if they are rotated already, which `_keep_weights` needs.
@@ -426,7 +419,7 @@ class MultiHeadedAttention(AliasedModule):
             return *self._positioned(q, k, rotary), None
         return q, k, rotation
 
-    def _rotation(self, rotary: tuple[Tensor, Tensor] | None) -> dict[str, Any] | None:
+    def _rotation(self, rotary: Pair | None) -> dict[str, Any] | None:
         """Return the arguments of `rotary_embedding` that compute norms and rotation, none if there
         are neither; None if the norms are modules of their own.
         """
@@ -471,8 +464,7 @@ class MultiHeadedAttention(AliasedModule):
                 )
             return _boolean_mask(mask, (t, s), f"; {spelled}")
         if mask.dim() != 4:
-            given = checks.shape_of(mask)
-            raise ValueError(f"mask has shape {given}; expected [B, 1, S], [B, T, S] or [1, T, S]")
+            raise checks.wrong_shape("mask", mask, "[B, 1, S], [B, T, S] or [1, T, S]")
         return _boolean_mask(mask, shape)
 
     def extra_repr(self) -> str:
@@ -481,14 +473,10 @@ class MultiHeadedAttention(AliasedModule):
 
 
 def _require_cache(
-    cache: object,
-    mask: Tensor | BlockMask | Packing | None,
-    key_lengths: Tensor | None,
-    rotary: tuple[Tensor, Tensor] | None,
+    cache: object, mask: AnyMask, key_lengths: Tensor | None, rotary: Pair | None
 ) -> None:
     """Require a cache, and no argument that does not go with it."""
-    if not isinstance(cache, (KVCache, LayerCache, MemoryCache)):
-        raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache or None")
+    checks.require_instance("cache", cache, AttendedCache, "a KVCache or None")
     if isinstance(mask, Packing):
         raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
     if key_lengths is not None:
@@ -506,10 +494,8 @@ def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
     """Return the mask as booleans; require that it broadcasts to `shape`, that of the weights."""
     sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
     if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
-        given = checks.shape_of(mask)
-        raise ValueError(
-            f"mask has shape {given}; expected one that broadcasts to {list(shape)}{hint}"
-        )
+        expected = f"one that broadcasts to {list(shape)}{hint}"
+        raise checks.wrong_shape("mask", mask, expected)
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastformer import checks
 from fastformer.nn.base import AliasedModule, make_dropout
-from fastformer.nn.stream import add_dropped, is_unmodified
+from fastformer.nn.stream import Pair, add_dropped, is_unmodified
 from fastformer.ops import functional
 
 NORMS = ("layer", "rms")
@@ -57,18 +57,14 @@ class LayerNorm(AliasedModule):
             x, self.weight.shape, self.weight, self.bias, self.eps, unbiased=self.unbiased
         )
 
-    def after_sum(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        x_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
-        options: Any = dict(unbiased=self.unbiased, dropout_seed=dropout_seed, input_bias=x_bias)
+    def after_sum(self, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:
+        """Return (self(sum), sum) of sum = residual + dropout(x + bias), from one kernel.
+
+        added: the arguments dropout_p, dropout_seed and input_bias of `dropout_add_layer_norm`.
+        """
+        given = x, residual, self.weight, self.bias
         return functional.dropout_add_layer_norm(
-            x, residual, self.weight, self.bias, dropout_p, self.eps, **options
+            *given, eps=self.eps, unbiased=self.unbiased, **added
         )
 
     def extra_repr(self) -> str:
@@ -98,19 +94,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def after_sum(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        x_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def after_sum(self, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:
         """Return (self(sum), sum), as `LayerNorm.after_sum` does."""
-        options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
-        return functional.dropout_add_rms_norm(
-            x, residual, self.weight, dropout_p, self.eps, **options
-        )
+        return functional.dropout_add_rms_norm(x, residual, self.weight, eps=self.eps, **added)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

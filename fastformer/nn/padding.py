@@ -14,15 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastformer.checks import (
-    plain_number,
-    require_device,
-    require_instance,
-    require_integers,
-    require_size,
-    require_tensor,
-    wrong_shape,
-)
+from fastformer import checks
 from fastformer.mask_tiles import BlockMask
 
 
@@ -48,18 +40,18 @@ class Packing:
     mask: BlockMask | None = None
 
     def __post_init__(self) -> None:
-        require_size(0, batch=self.batch, length=self.length, longest=self.longest)
+        checks.require_size(0, batch=self.batch, length=self.length, longest=self.longest)
         for name, dtype in (("cu_seqlens", torch.int32), ("indices", torch.int64)):
             x = getattr(self, name)
-            require_tensor(name, x)
+            checks.require_tensor(name, x)
             if x.dtype != dtype:
                 raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype}")
             if x.dim() != 1 or (name == "cu_seqlens" and x.shape[0] != self.batch + 1):
                 expected = "[batch + 1]" if name == "cu_seqlens" else "[tokens]"
-                raise wrong_shape(name, x, f"{expected}")
-        require_device("indices", self.indices, "cu_seqlens", self.cu_seqlens)
+                raise checks.wrong_shape(name, x, expected)
+        checks.require_device("indices", self.indices, "cu_seqlens", self.cu_seqlens)
         if self.mask is not None:
-            require_instance("mask", self.mask, BlockMask, "a BlockMask or None")
+            checks.require_instance("mask", self.mask, BlockMask, "a BlockMask or None")
 
     @property
     def lengths(self) -> Tensor:
@@ -90,6 +82,9 @@ class Packing:
         return replace(self, cu_seqlens=f(self.cu_seqlens), indices=f(self.indices))
 
 
+AnyMask = Tensor | BlockMask | Packing | None  # what the layers take as a mask
+
+
 def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
     """Return the tokens of a padded batch without the padding, and the `Packing` to put them back.
 
@@ -109,22 +104,26 @@ def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
 
     Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
     """
-    require_tensor("x", x)
+    checks.require_tensor("x", x)
     if x.dim() < 2:
-        raise wrong_shape("x", x, "[B, S, ...]")
+        raise checks.wrong_shape("x", x, "[B, S, ...]")
     packing = lengths if isinstance(lengths, Packing) else _packing(x, lengths)
     if x.shape[:2] != (packing.batch, packing.length):
-        raise wrong_shape("x", x, f"[{packing.batch}, {packing.length}, ...], as it was packed")
+        raise checks.wrong_shape(
+            "x", x, f"[{packing.batch}, {packing.length}, ...], as it was packed"
+        )
     return x.flatten(0, 1)[packing.indices], packing
 
 
 def _packing(x: Tensor, lengths: Tensor) -> Packing:
     batch, length = x.shape[:2]
-    require_tensor("lengths", lengths, "an integer tensor or a Packing")
+    checks.require_tensor("lengths", lengths, "an integer tensor or a Packing")
     if lengths.shape != (batch,):
-        raise wrong_shape("lengths", lengths, f"[B] = [{batch}], as mask.sum(1) if padding is last")
-    require_integers("lengths", lengths)
-    require_device("lengths", lengths, "x", x)
+        raise checks.wrong_shape(
+            "lengths", lengths, f"[B] = [{batch}], as mask.sum(1) if padding is last"
+        )
+    checks.require_integers("lengths", lengths)
+    checks.require_device("lengths", lengths, "x", x)
     if lengths.is_meta:
         raise ValueError("lengths is on meta; expected lengths that are known")
     low, high = (int(n) for n in torch.stack(lengths.aminmax())) if batch else (0, 0)
@@ -166,27 +165,27 @@ def pad(x: Tensor, packing: Packing, value: complex = 0.0) -> Tensor:
         ValueError: another number of tokens, several devices, a value that x cannot hold.
         TypeError: packing is not a `Packing`, value is not a number.
     """
-    require_instance("packing", packing, Packing, "what unpad returned")
+    checks.require_instance("packing", packing, Packing, "what unpad returned")
     require_tokens("x", x, packing)
-    value = plain_number(value)
+    value = checks.plain_number(value)
     _require_value(x, value)
     padded = x.new_full((packing.batch * packing.length, *x.shape[1:]), value)
     return padded.index_put((packing.indices,), x).unflatten(0, (packing.batch, packing.length))
 
 
 def require_tokens(name: str, x: Tensor, packing: Packing) -> None:
-    require_tensor(name, x)
-    require_device(name, x, "packing", packing.indices)
+    checks.require_tensor(name, x)
+    checks.require_device(name, x, "packing", packing.indices)
     tokens = packing.indices.shape[0]
     if x.dim() < 1 or x.shape[0] != tokens:
-        raise wrong_shape(name, x, f"the {tokens} tokens of the packing")
+        raise checks.wrong_shape(name, x, f"the {tokens} tokens of the packing")
 
 
 def _require_value(x: Tensor, value: complex) -> None:
     """Require a number that the dtype of x can hold: an int tensor would turn 0.5 into 0."""
     if isinstance(value, complex) and x.is_complex():
         return
-    require_instance("value", value, (int, float), "a number that x can hold")
+    checks.require_instance("value", value, (int, float), "a number that x can hold")
     assert not isinstance(value, complex)
     if x.is_floating_point() or x.is_complex():
         return

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fastformer.checks import FLOATING, require_instance
 from fastformer.dispatch import backends
+from fastformer.mask_tiles import as_device
 from fastformer.nn.transformer import EncoderDecoder, LanguageModel, make_decoder, make_model
 
 DESCRIPTION, WEIGHTS = "model.json", "model.safetensors"
@@ -74,10 +75,7 @@ def load_model(
         TypeError: folder is no path.
     """
     path = _path(folder)
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {device!r}; expected a device: {error}") from error
+    device = as_device(device)
     try:
         return _loaded(path).to(device)
     except ValueError as error:

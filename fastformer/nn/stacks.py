@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache, LayerCache
 from fastformer.checks import require_callable, require_flag, require_instance, require_size
-from fastformer.mask_tiles import BlockMask
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import clones
 from fastformer.nn.embeddings import RotaryEmbedding
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import SublayerConnection, make_norm, require_norm_input
-from fastformer.nn.padding import Packing
+from fastformer.nn.padding import AnyMask, Packing
 from fastformer.nn.seeds import Seeds, runs_forward_of
-from fastformer.nn.stream import ResidualStream, fuses_sum, is_unmodified
+from fastformer.nn.stream import Pair, ResidualStream, fuses_sum, is_unmodified
 
 
 class _Stack(nn.Module):
@@ -100,7 +99,7 @@ class Encoder(_Stack):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | BlockMask | Packing | None,
+        mask: AnyMask,
         cache: DecoderCache | None = None,
         *,
         _seeds: Seeds | None = None,
@@ -140,8 +139,8 @@ class Decoder(_Stack):
         self,
         x: Tensor,
         memory: Tensor | None,
-        src_mask: Tensor | BlockMask | Packing | None,
-        tgt_mask: Tensor | BlockMask | Packing | None,
+        src_mask: AnyMask,
+        tgt_mask: AnyMask,
         cache: DecoderCache | None = None,
         *,
         _seeds: Seeds | None = None,
@@ -159,9 +158,7 @@ def require_cache(cache: object, kind: type = DecoderCache) -> None:
     require_instance("cache", cache, (kind, NoneType), f"a {kind.__name__} or None")
 
 
-def require_packings(
-    src_mask: Tensor | BlockMask | Packing | None, tgt_mask: Tensor | BlockMask | Packing | None
-) -> None:
+def require_packings(src_mask: AnyMask, tgt_mask: AnyMask) -> None:
     given = dict(src_mask=src_mask, tgt_mask=tgt_mask)
     packed = [name for name, x in given.items() if isinstance(x, Packing)]
     if len(packed) == 1:
@@ -218,9 +215,9 @@ class EncoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | BlockMask | Packing | None,
+        mask: AnyMask,
         cache: LayerCache | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary: Pair | None = None,
         *,
         _seeds: Seeds | None = None,
     ) -> Tensor:
@@ -233,9 +230,9 @@ class EncoderLayer(nn.Module):
     def _through(
         self,
         stream: ResidualStream,
-        mask: Tensor | BlockMask | Packing | None,
+        mask: AnyMask,
         cache: LayerCache | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary: Pair | None = None,
     ) -> None:
         connections = list(self.sublayer)
         options: dict[str, Any] = {"is_causal": True} if self.is_causal else {}
@@ -299,8 +296,8 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         memory: Tensor | None,
-        src_mask: Tensor | BlockMask | Packing | None,
-        tgt_mask: Tensor | BlockMask | Packing | None,
+        src_mask: AnyMask,
+        tgt_mask: AnyMask,
         cache: LayerCache | None = None,
         *,
         _seeds: Seeds | None = None,
@@ -318,8 +315,8 @@ class DecoderLayer(nn.Module):
         self,
         stream: ResidualStream,
         memory: Tensor | None,
-        src_mask: Tensor | BlockMask | Packing | None,
-        tgt_mask: Tensor | BlockMask | Packing | None,
+        src_mask: AnyMask,
+        tgt_mask: AnyMask,
         cache: LayerCache | None = None,
     ) -> None:
         own: dict[str, Any] = {} if cache is None else {"cache": cache}

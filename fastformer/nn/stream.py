@@ -25,6 +25,7 @@ from fastformer.nn.seeds import Seeds
 from fastformer.ops import functional
 from fastformer.ops.feed_forward import reference
 
+Pair = tuple[Tensor, Tensor]
 GATED = {"geglu": "gelu", "swiglu": "silu"}  # gated op -> its activation
 
 
@@ -96,8 +97,9 @@ class ResidualStream:
         out, dropout, seed, bias = self.pending
         if out.dtype != self.x.dtype and autocast_dtype(out) is None:
             return norm(self.value())
-        given = out, self.x, dropout_probability(dropout), seed, bias
-        normalized, self.x = type(norm).__dict__["after_sum"](norm, *given)
+        p = dropout_probability(dropout)
+        added = {"dropout_p": p, "dropout_seed": seed, "input_bias": bias}
+        normalized, self.x = type(norm).__dict__["after_sum"](norm, out, self.x, added)
         self.pending = None
         return normalized
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
-from fastformer.mask_tiles import BlockMask
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.embeddings import (
@@ -34,7 +33,7 @@ from fastformer.nn.embeddings import (
     require_longest,
 )
 from fastformer.nn.feed_forward import PositionwiseFeedForward
-from fastformer.nn.padding import Packing, require_tokens
+from fastformer.nn.padding import AnyMask, Packing, require_tokens
 from fastformer.nn.seeds import Seeds, runs_forward_of
 from fastformer.nn.stacks import (
     Decoder,
@@ -259,8 +258,8 @@ class EncoderDecoder(nn.Module):
         self,
         src: Tensor,
         tgt: Tensor = LEFT_OUT,
-        src_mask: Tensor | BlockMask | Packing | None = LEFT_OUT,
-        tgt_mask: Tensor | BlockMask | Packing | None = LEFT_OUT,
+        src_mask: AnyMask = LEFT_OUT,
+        tgt_mask: AnyMask = LEFT_OUT,
     ) -> Tensor:
         if tgt is LEFT_OUT or src_mask is LEFT_OUT or tgt_mask is LEFT_OUT:
             expected = "src, tgt, src_mask and tgt_mask; to generate without tgt, greedy_decode"
@@ -280,13 +279,7 @@ class EncoderDecoder(nn.Module):
         seeds = Seeds(sites + _sites(self.decoder))
         return {"_seeds": seeds}, {"_seeds": seeds.after(sites)}
 
-    def encode(
-        self,
-        src: Tensor,
-        src_mask: Tensor | BlockMask | Packing | None,
-        *,
-        _seeds: Seeds | None = None,
-    ) -> Tensor:
+    def encode(self, src: Tensor, src_mask: AnyMask, *, _seeds: Seeds | None = None) -> Tensor:
         """Return the memory [B, S, d_model] of src [B, S], [tokens, d_model] of a packed batch."""
         checks.require_tensor("src", src)
         seeds = _seeds or Seeds(_sites(self.encoder))
@@ -296,9 +289,9 @@ class EncoderDecoder(nn.Module):
     def decode(
         self,
         memory: Tensor | None,
-        src_mask: Tensor | BlockMask | Packing | None,
+        src_mask: AnyMask,
         tgt: Tensor,
-        tgt_mask: Tensor | BlockMask | Packing | None,
+        tgt_mask: AnyMask,
         cache: DecoderCache | None = None,
         *,
         _seeds: Seeds | None = None,
@@ -342,10 +335,7 @@ class LanguageModel(nn.Module):
         self.generator = generator
 
     def forward(
-        self,
-        tokens: Tensor,
-        mask: Tensor | BlockMask | Packing | None = None,
-        cache: DecoderCache | None = None,
+        self, tokens: Tensor, mask: AnyMask = None, cache: DecoderCache | None = None
     ) -> Tensor:
         checks.require_tensor("tokens", tokens)
         require_cache(cache)
@@ -368,7 +358,7 @@ def _embedded(
     embed: nn.Module,
     name: str,
     tokens: Tensor,
-    mask: Tensor | BlockMask | Packing | None,
+    mask: AnyMask,
     cache: DecoderCache | None = None,
     *,
     seeds: Seeds,
@@ -395,11 +385,7 @@ def _embedded(
 
 
 def _embedded_from(
-    embed: nn.Module,
-    tokens: Tensor,
-    start: int | Tensor | None,
-    held: int,
-    seeds: Seeds,
+    embed: nn.Module, tokens: Tensor, start: int | Tensor | None, held: int, seeds: Seeds
 ) -> Tensor:
     """Return embed(tokens) for tokens [B, S] that begin at the positions `start`, at most `held`,
     by one kernel if it can. seeds: those of the model, from the embedding's on.
@@ -407,16 +393,15 @@ def _embedded_from(
     parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
     rotary = _is_without_positions(embed)
     if not rotary and [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
-        return embed(tokens) if start is None else _embedded_by_parts(embed, tokens, start)
+        return _embedded_by_parts(embed, tokens, start)
     embeddings, position = parts
     lut, dropout = embeddings.lut, position if rotary else position.dropout
     plain = type(lut) is nn.Embedding and lut.max_norm is None and not lut.scale_grad_by_freq
     plain = plain and not lut.sparse and type(dropout) is nn.Dropout
-    fits = rotary or (  # else it raises
-        tokens.dim() == 2 and held + tokens.shape[1] <= position.pe.shape[1]
-    )
+    # Else it raises.
+    fits = rotary or (tokens.dim() == 2 and held + tokens.shape[1] <= position.pe.shape[1])
     if not (fits and plain and is_unmodified(embed, embeddings, position, lut, dropout)):
-        return embed(tokens) if start is None else _embedded_by_parts(embed, tokens, start)
+        return _embedded_by_parts(embed, tokens, start)
     pe, shape = None if rotary else position.pe[0], tokens.shape
     if start is not None and not rotary:
         rows = position.rows("tokens", tokens, start)
@@ -452,15 +437,15 @@ def _is_without_positions(embed: nn.Module) -> bool:
     return kinds == [Embeddings, nn.Dropout]
 
 
-def _embedded_by_parts(embed: nn.Module, tokens: Tensor, start: int | Tensor) -> Tensor:
+def _embedded_by_parts(embed: nn.Module, tokens: Tensor, start: int | Tensor | None) -> Tensor:
     """Return embed(tokens), module by module, for tokens [B, S] that begin at positions `start`."""
+    if start is None or _is_without_positions(embed):
+        return embed(tokens)
     if not isinstance(embed, nn.Sequential) or not has_positions(embed):
         raise TypeError(
             f"the embedding is a {type(embed).__name__}; expected an nn.Sequential that ends in a "
             "PositionalEncoding, which takes the positions after a cache, or of a packed batch"
         )
-    if _is_without_positions(embed):
-        return embed(tokens)
     x = tokens
     for part in list(embed)[:-1]:
         x = part(x)

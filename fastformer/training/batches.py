@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastformer import checks
+from fastformer.mask_tiles import as_device
 from fastformer.nn.padding import Packing, packing_of, unpad
 from fastformer.nn.transformer import subsequent_mask
 
@@ -71,12 +72,7 @@ class Batch:
     ntokens: Tensor | None = None
 
     def __init__(
-        self,
-        src: Tensor | None,
-        tgt: Tensor | None = None,
-        pad: int = 0,
-        *,
-        packed: bool = False,
+        self, src: Tensor | None, tgt: Tensor | None = None, pad: int = 0, *, packed: bool = False
     ) -> None:
         self.pad = pad = checks.require_int("pad", pad)
         checks.require_flag("packed", packed)
@@ -127,10 +123,7 @@ class Batch:
 
         Raises ValueError for an invalid device.
         """
-        try:
-            device = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device is {device!r}; expected a device: {error}") from error
+        device = as_device(device)
         return self._with(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:

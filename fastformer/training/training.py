@@ -103,8 +103,7 @@ class LabelSmoothing(nn.Module):
             checks.require_floating(weight=weight)
             checks.refuse_gradients("LabelSmoothing", weight=weight)
             if weight.shape != (size,):
-                given = checks.shape_of(weight)
-                raise ValueError(f"weight has shape {given}; expected [size] = [{size}]")
+                raise checks.wrong_shape("weight", weight, f"[size] = [{size}]")
             weight = weight.detach().clone()
         self.register_buffer("weight", weight)
         self._pad = padding_idx if pads else None  # the class that is padding
@@ -524,10 +523,9 @@ def _require_update(
         if not 0 < norm < math.inf:
             raise ValueError(f"max_grad_norm is {norm}; expected a positive, finite number")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            kind = type(optimizer).__name__
             raise TypeError(
-                f"max_grad_norm is {norm}, and optimizer is a {kind} without param_groups; "
-                "expected one of torch.optim"
+                f"max_grad_norm is {norm}, and optimizer is a {type(optimizer).__name__} without "
+                "param_groups; expected one of torch.optim"
             )
     if autocast is not None:
         checks.require_instance("autocast", autocast, torch.dtype, "a dtype, or None")

@@ -24,13 +24,6 @@ MOST_GRAPHS = 16  # of an epoch: each keeps memory of its own for activations an
 PARTS = "src", "src_mask", "tgt", "tgt_mask", "tgt_y", "ntokens"  # of a batch
 
 
-def _inputs(batch: Batch) -> tuple[Tensor | Packing | None, ...]:
-    """Return the arguments of the model; a batch without a source is for a language model."""
-    if batch.src is None:
-        return batch.tgt, batch.tgt_mask
-    return batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
-
-
 def shares(group: list[Batch], processes: Processes | None = None) -> list[Tensor | None]:
     """Return each batch's share of the tokens of an update; None for a batch alone. Processes
     average their gradients: it is then the share of the tokens of all, times their number.
@@ -104,8 +97,11 @@ class Updates(NamedTuple):
     def _loss(self, batch: Batch) -> Tensor:
         assert batch.tgt is not None and batch.tgt_y is not None and batch.ntokens is not None
         kind = batch.tgt.device.type
+        inputs: tuple[Any, ...] = batch.tgt, batch.tgt_mask  # of a language model
+        if batch.src is not None:
+            inputs = batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
         with nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast):
-            return self.loss_compute(self.model(*_inputs(batch)), batch.tgt_y, batch.ntokens)
+            return self.loss_compute(self.model(*inputs), batch.tgt_y, batch.ntokens)
 
     def _without_exchange(self) -> AbstractContextManager[None]:
         """Return DistributedDataParallel's `no_sync`, so that only the last batch exchanges."""

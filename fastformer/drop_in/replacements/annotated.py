@@ -10,6 +10,7 @@ Source: Huang et al. 2018, "The Annotated Transformer" (harvardnlp).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,17 +52,14 @@ class FusedAnnotatedAttention(Recognized, MultiHeadedAttention):
             return MultiHeadedAttention.forward(self, query, key, value, mask)
 
     @staticmethod
-    def _matches(module: nn.Module) -> bool:
-        linears, h, d_k = (getattr(module, name, None) for name in ("linears", "h", "d_k"))
-        if not isinstance(linears, nn.ModuleList) or len(linears) != 4:
+    def _matches(module: Any) -> bool:
+        if not has_only(module, linears=nn.ModuleList, dropout=nn.Dropout):
             return False
-        if not (isinstance(h, int) and isinstance(d_k, int)):
-            return False
-        if not has_only(module, "linears", "dropout"):
+        linears, h, d_k = module.linears, getattr(module, "h", None), getattr(module, "d_k", None)
+        if len(linears) != 4 or not (isinstance(h, int) and isinstance(d_k, int)):
             return False
         sizes = {(x.in_features, x.out_features) for x in linears if isinstance(x, nn.Linear)}
-        dropout = getattr(module, "dropout", None)
-        return sizes == {(h * d_k, h * d_k)} and isinstance(dropout, nn.Dropout)
+        return sizes == {(h * d_k, h * d_k)}
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
         query, memory = random(2, 130, self.h * self.d_k), random(2, 150, self.h * self.d_k)
@@ -90,12 +88,10 @@ class FusedAnnotatedNorm(Recognized):
             return functional.layer_norm(x, shape, self.a_2, self.b_2, self.eps, unbiased=True)
 
     @staticmethod
-    def _matches(module: nn.Module) -> bool:
-        a, b, eps = (getattr(module, name, None) for name in ("a_2", "b_2", "eps"))
-        if not (isinstance(a, nn.Parameter) and isinstance(b, nn.Parameter)):
+    def _matches(module: Any) -> bool:
+        if not has_only(module, a_2=nn.Parameter, b_2=nn.Parameter):
             return False
-        if not has_only(module, "a_2", "b_2"):
-            return False
+        a, b, eps = module.a_2, module.b_2, getattr(module, "eps", None)
         return a.dim() == 1 and a.shape == b.shape and len(a) > 1 and isinstance(eps, float)
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
@@ -116,13 +112,9 @@ class FusedAnnotatedFeedForward(Recognized, PositionwiseFeedForward):
             return PositionwiseFeedForward.forward(self, x)
 
     @staticmethod
-    def _matches(module: nn.Module) -> bool:
-        w_1, w_2, dropout = (getattr(module, name, None) for name in ("w_1", "w_2", "dropout"))
-        if not (isinstance(w_1, nn.Linear) and isinstance(w_2, nn.Linear)):
-            return False
-        if not has_only(module, "w_1", "w_2", "dropout"):
-            return False
-        return isinstance(dropout, nn.Dropout) and w_1.out_features == w_2.in_features
+    def _matches(module: Any) -> bool:
+        kinds = has_only(module, w_1=nn.Linear, w_2=nn.Linear, dropout=nn.Dropout)
+        return kinds and module.w_1.out_features == module.w_2.in_features
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
         yield (random(2, 3, self.w_1.in_features),)

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 
 from fastformer.checks import shape_of, wrong_shape
 from fastformer.description import MAX_HEAD_DIM
-from fastformer.drop_in.replacements.base import (
-    Accelerated,
-    ops_of,
-    record_fallback,
-    unsupported_tensor,
-    unsupported_weight,
-)
+from fastformer.drop_in.replacements import base
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.padding import Packing
 from fastformer.nn.stream import ResidualStream
@@ -34,7 +28,7 @@ NEEDS_WEIGHTS = (
 )
 
 
-class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
+class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
     _internal = ("forward", "merge_masks")
     _returns_weights = True  # when asked; accelerate(need_weights=False) sets it to False
 
@@ -50,7 +44,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         need_weights = need_weights and self._returns_weights
-        reason = unsupported_tensor(query, key, value, key_padding_mask, attn_mask)
+        reason = base.unsupported_tensor(query, key, value, key_padding_mask, attn_mask)
         reason = reason or self._unsupported_reason()
         options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if reason is not None:
@@ -60,7 +54,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             visibility = self._visibility(query, key, attn_mask, key_padding_mask, is_causal)
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, query, key, value, *options)
-        with ops_of(self):
+        with base.ops_of(self):
             if not need_weights:
                 return self._attend(query, key, value, visibility), None
             out, weights = self._attend_with_weights(query, key, value, visibility)
@@ -103,7 +97,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility
     ) -> tuple[Tensor, Tensor]:
         """Return the output, and the weights [N, H, L, S] after dropout, as torch does."""
-        record_fallback(self, "MultiheadAttention", NEEDS_WEIGHTS)
+        base.record_fallback(self, "MultiheadAttention", NEEDS_WEIGHTS)
         q, k, v = self._projected(query, key, value).parts()
         k, v, seen = self._with_appended_keys(k, v, seen)
         weights = functional.attention_weights(q, k, seen.attn_mask, seen.is_causal, bias=seen.bias)
@@ -118,7 +112,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         if self.head_dim > MAX_HEAD_DIM:
             return f"the head dim is {self.head_dim}; the kernels take up to {MAX_HEAD_DIM}"
         packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
-        return unsupported_weight(
+        return base.unsupported_weight(
             (packed, self.in_proj_bias),
             (self.k_proj_weight, self.v_proj_weight),
             (self.bias_k, self.bias_v),
@@ -187,10 +181,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             if visible is not None:  # the padding
                 bias = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -math.inf)
             return Visibility(blocks.dense() if self._appends_keys() else blocks, bias)
-        padding = None
-        if hidden_keys is not None and attn_mask is None and bias is None:
-            padding = hidden_keys.view(batch, scores[3])
-        return Visibility(visible, bias, is_causal, padding=padding)
+        return Visibility(visible, bias, is_causal)
 
     # ---------------------------------------------------------------------- queries, keys, values
 
@@ -270,14 +261,12 @@ class Visibility(NamedTuple):
 
     attn_mask: boolean, True for a visible key, or a `BlockMask`, and bias: added to the scores;
     both broadcast to [N, H, L, S]. packing: the `Packing` of a batch whose padding was dropped.
-    padding: key_padding_mask [N, S], True for a masked key, if attn_mask holds only the padding.
     """
 
     attn_mask: Any = None
     bias: Tensor | None = None
     is_causal: bool = False
     packing: Packing | None = None
-    padding: Tensor | None = None
 
 
 def _padding_of_scores(
@@ -300,10 +289,9 @@ def _mask_of_scores(name: str, attn_mask: Tensor | None, scores: tuple[int, ...]
         return attn_mask
     if attn_mask.shape == (batch * heads, length, keys):
         return attn_mask.unflatten(0, (batch, heads))
-    raise ValueError(
-        f"{name} has shape {shape_of(attn_mask)}; expected [L, S] = "
-        f"[{length}, {keys}] or [N H, L, S] = [{batch * heads}, {length}, {keys}]"
-    )
+    sizes = f"{length}, {keys}]"
+    expected = f"[L, S] = [{sizes} or [N H, L, S] = [{batch * heads}, {sizes}"
+    raise wrong_shape(name, attn_mask, expected)
 
 
 def _joined(

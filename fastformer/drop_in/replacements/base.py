@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fastformer.dispatch import backends
 from fastformer.mask_tiles import BlockMask
+from fastformer.nn.stream import Pair
 
 
 class Accelerated(nn.Module):
@@ -63,22 +64,17 @@ class AnySignature(Accelerated):
     @classmethod
     def _members_for(cls, original: type[nn.Module]) -> dict[str, Any]:
         """Return what the class that replaces `original` has of its own, by name."""
-        return {"forward": cls._forward_for(original)}
-
-    @classmethod
-    def _source(cls, original: type[nn.Module]) -> tuple[Any, ...]:
-        """Return what of `original` the members depend on: `original` may be patched meanwhile."""
-        return (original.forward,)
-
-    @classmethod
-    def _forward_for(cls, original: type[nn.Module]) -> Callable[..., Any]:
-        """Return the forward of the class that replaces `original`."""
 
         @functools.wraps(original.forward)  # which `inspect.signature` and tools like Trainer read
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return cls.forward(self, *args, **kwargs)
 
-        return forward
+        return {"forward": forward}
+
+    @classmethod
+    def _source(cls, original: type[nn.Module]) -> tuple[Any, ...]:
+        """Return what of `original` the members depend on: `original` may be patched meanwhile."""
+        return (original.forward,)
 
 
 class Recognized(Accelerated):
@@ -101,9 +97,13 @@ class Recognized(Accelerated):
         return {}
 
 
-def has_only(module: nn.Module, *names: str) -> bool:
-    """Return whether the parameters, buffers and submodules of the module are exactly `names`."""
-    return {*module._parameters, *module._buffers, *module._modules} == set(names)
+def has_only(module: nn.Module, **kinds: type) -> bool:
+    """Return whether the parameters, buffers and submodules of the module are those, by name, and
+    of these kinds.
+    """
+    parts = {**module._parameters, **module._buffers, **module._modules}
+    same = parts.keys() == kinds.keys()
+    return same and all(isinstance(parts[name], kind) for name, kind in kinds.items())
 
 
 _classes: dict[tuple[Any, ...], type[Accelerated]] = {}
@@ -177,12 +177,11 @@ def record_torch(op: str, reason: str) -> None:
     backends.report(backends.Choice(op, "torch", reason))
 
 
-def sum_then_norm(
-    norm: nn.Module, x: Tensor, residual: Tensor, dropout_p: float, x_bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (norm(sum), sum) of sum = residual + dropout(x + x_bias), computed by torch."""
-    x = x if x_bias is None else (x + x_bias).to(x.dtype)
-    total = residual + F.dropout(x, dropout_p)
+def sum_then_norm(norm: nn.Module, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:
+    """Return what `after_sum` of the norm returns, computed by torch."""
+    bias = added.get("input_bias")
+    x = x if bias is None else (x + bias).to(x.dtype)
+    total = residual + F.dropout(x, added["dropout_p"])
     return norm.forward(total), total
 
 

@@ -18,40 +18,25 @@ from torch.autograd import forward_ad
 
 from fastformer.dispatch import backends
 from fastformer.dispatch.state import is_transformed
+from fastformer.drop_in.replacements import base
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
-from fastformer.drop_in.replacements.base import (
-    Accelerated,
-    class_for,
-    ops_of,
-    record_torch,
-    unsupported_parameter,
-    unsupported_tensor,
-)
 from fastformer.drop_in.replacements.norms import FusedLayerNorm
 from fastformer.nn.seeds import Seeds
-from fastformer.nn.stream import (
-    ResidualStream,
-    apply_feed_forward,
-    is_unmodified,
-)
+from fastformer.nn.stream import ResidualStream, apply_feed_forward, is_unmodified
+
+Masks = tuple[Tensor | None, ...]  # of a call: attention masks, then the paddings of keys
 
 
-class OnStream(Accelerated):
+class OnStream(base.Accelerated):
     """A layer, or a stack of layers, that runs on one residual stream."""
 
+    _unsupported_reason: Callable[[], str | None]  # why it cannot run on one stream, or None
     _through: Callable[..., None]  # (stream, *context): run on the stream
-
-    def _unsupported_reason(self) -> str | None:
-        """Return why the module cannot run on one stream, or None."""
-        raise NotImplementedError
+    _stream_output: Callable[[ResidualStream], Tensor]  # the output after `_through` has run
 
     @property
     def _sites(self) -> int:
         """How many dropout seeds the module takes."""
-        raise NotImplementedError
-
-    def _stream_output(self, stream: ResidualStream) -> Tensor:
-        """Return the module's output after `_through` has run."""
         raise NotImplementedError
 
     def _forward_on_stream(
@@ -67,7 +52,7 @@ class OnStream(Accelerated):
         arguments of `_through`, or raises TypeError or ValueError. seeds: those of the model,
         from this module's on.
         """
-        reason = unsupported_tensor(*tensors) or self._unsupported_reason()
+        reason = base.unsupported_tensor(*tensors) or self._unsupported_reason()
         if reason is not None:
             return self._run_original(reason, *tensors, *hints)
         try:
@@ -109,7 +94,7 @@ class Layer(OnStream):
                 return f"{name}: {reason}"
         names = ("norm1", "norm2", "norm3")
         norms = (getattr(self, name) for name in names if name in self._modules)
-        return unsupported_parameter(self.linear1, self.linear2, *norms)
+        return base.unsupported_parameter(self.linear1, self.linear2, *norms)
 
     def _stream_output(self, stream: ResidualStream) -> Tensor:
         return stream.value().contiguous()
@@ -129,7 +114,7 @@ class Layer(OnStream):
 
         def attend(x: Tensor) -> Tensor:
             keys = x if memory is None else memory
-            with ops_of(attention):
+            with base.ops_of(attention):
                 return attention._attend(x, keys, keys, visibility, seed, stream)
 
         return attend
@@ -174,7 +159,9 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
     ) -> Tensor:
         masks = (src_mask, src_key_padding_mask)
         if is_left_to_torch(self, src, masks, is_causal) and self._is_plain(src):
-            record_torch(type(self).__name__, "without gradients, on a CPU, torch has it as one op")
+            base.record_torch(
+                type(self).__name__, "without gradients, on a CPU, torch has it as one op"
+            )
             with torch._C.DisableTorchFunction():  # else torch runs no such op within `explain`
                 return nn.TransformerEncoderLayer.forward(self, src, None, src_key_padding_mask)
         names = ("src_mask", "src_key_padding_mask")
@@ -205,25 +192,20 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
     def _through(self, stream: ResidualStream, visibility: Visibility) -> None:
         attend = self._attention_sublayer(stream, 0, "self_attn", visibility)
         feed_forward = self._feed_forward_sublayer(stream, 2)
-        with ops_of(self):
+        with base.ops_of(self):
             first = self.norm_first
             stream.add_sublayer(attend, self.norm1, self.dropout1, first, 1)
             stream.add_sublayer(feed_forward, self.norm2, self.dropout2, first, 3)
 
 
 _PLAIN = {  # the classes of the submodules that torch's op computes
-    class_for(FusedMultiheadAttention, nn.MultiheadAttention),
-    class_for(FusedLayerNorm, nn.LayerNorm),
+    base.class_for(FusedMultiheadAttention, nn.MultiheadAttention),
+    base.class_for(FusedLayerNorm, nn.LayerNorm),
     *(nn.Linear, nn.Dropout, nn.ReLU, nn.GELU),
 }
 
 
-def is_left_to_torch(
-    module: nn.Module,
-    x: Tensor,
-    masks: tuple[Tensor | None, Tensor | None],
-    is_causal: bool | None,
-) -> bool:
+def is_left_to_torch(module: nn.Module, x: Tensor, masks: Masks, is_causal: bool | None) -> bool:
     """Return whether a call of an encoder, or of a layer, is left to torch, whose op for a full
     layer is the fastest: at inference on a CPU, with no mask but padding that leaves each query a
     key.
@@ -250,16 +232,12 @@ def _leaves_keys(padding: Tensor, x: Tensor) -> bool:
 
 
 def encoder_visibility(
-    layer: Layer,
-    src: Tensor,
-    masks: tuple[Tensor | None, Tensor | None],
-    is_causal: bool,
-    names: tuple[str, str],
+    layer: Layer, src: Tensor, masks: Masks, is_causal: bool, names: tuple[str, str]
 ) -> Visibility:
     """Check src [N, L, E], [L, N, E] or [L, E], and translate the two masks of self-attention."""
     attention = attention_of(layer, "self_attn")
     attention._require_inputs(src, src, src)
-    return attention._visibility(src, src, *masks, is_causal, names)
+    return attention._visibility(src, src, masks[0], masks[1], is_causal, names)
 
 
 class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
@@ -284,17 +262,12 @@ class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
         )
 
     def _through(
-        self,
-        stream: ResidualStream,
-        visibility: Visibility,
-        memory: Tensor,
-        memory_visibility: Visibility,
+        self, stream: ResidualStream, own: Visibility, memory: Tensor, cross: Visibility
     ) -> None:
-        attend = self._attention_sublayer(stream, 0, "self_attn", visibility)
-        seen = memory_visibility, memory
-        attend_to_memory = self._attention_sublayer(stream, 2, "multihead_attn", *seen)
+        attend = self._attention_sublayer(stream, 0, "self_attn", own)
+        attend_to_memory = self._attention_sublayer(stream, 2, "multihead_attn", cross, memory)
         feed_forward = self._feed_forward_sublayer(stream, 4)
-        with ops_of(self):
+        with base.ops_of(self):
             first = self.norm_first
             stream.add_sublayer(attend, self.norm1, self.dropout1, first, 1)
             stream.add_sublayer(attend_to_memory, self.norm2, self.dropout2, first, 3)
@@ -302,11 +275,7 @@ class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
 
 
 def decoder_context(
-    layer: Layer,
-    tgt: Tensor,
-    memory: Tensor,
-    masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    hints: tuple[bool, bool],
+    layer: Layer, tgt: Tensor, memory: Tensor, masks: Masks, hints: tuple[bool, bool]
 ) -> tuple[Visibility, Tensor, Visibility]:
     """Check tgt and memory, and translate torch's four masks.
 
@@ -314,14 +283,10 @@ def decoder_context(
     and memory_is_causal. Return the `context` arguments of a decoder layer's `_through`.
     """
     tgt_mask, memory_mask, tgt_padding, memory_padding = masks
-    own, cross = attention_of(layer, "self_attn"), attention_of(layer, "multihead_attn")
-    own._require_inputs(tgt, tgt, tgt)
-    cross._require_inputs(tgt, memory, memory)
     names = ("tgt_mask", "tgt_key_padding_mask")
-    visibility = own._visibility(tgt, tgt, tgt_mask, tgt_padding, hints[0], names)
+    own = encoder_visibility(layer, tgt, (tgt_mask, tgt_padding), hints[0], names)
+    cross = attention_of(layer, "multihead_attn")
+    cross._require_inputs(tgt, memory, memory)
     names = ("memory_mask", "memory_key_padding_mask")
-    return (
-        visibility,
-        memory,
-        cross._visibility(tgt, memory, memory_mask, memory_padding, hints[1], names),
-    )
+    seen = cross._visibility(tgt, memory, memory_mask, memory_padding, hints[1], names)
+    return own, memory, seen

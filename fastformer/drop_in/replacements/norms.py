@@ -9,40 +9,24 @@ from torch import Tensor, nn
 
 from fastformer.checks import autocast_dtype
 from fastformer.dispatch.front import front_door
-from fastformer.drop_in.replacements.base import (
-    Accelerated,
-    ops_of,
-    sum_then_norm,
-    unsupported_weight,
-)
+from fastformer.drop_in.replacements import base
+from fastformer.nn.stream import Pair
 from fastformer.ops import functional
 
 
-class _FusedNorm(Accelerated):
-    def after_sum(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        x_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
+class _FusedNorm(base.Accelerated):
+    def after_sum(self, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:
+        """Return (self(sum), sum) as `LayerNorm.after_sum` of nn/ does."""
         norm: Any = self
         bias = norm.bias if isinstance(self, nn.LayerNorm) else None
         reason = _unsupported_norm(residual, norm.weight, bias, norm.eps)
         if reason is not None or norm.weight is None:
-            return sum_then_norm(self, x, residual, dropout_p, x_bias)
-        inputs = _autocast_input(x), _autocast_input(residual)
-        options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
+            return base.sum_then_norm(self, x, residual, added)
+        given = _autocast_input(x), _autocast_input(residual), norm.weight
         if isinstance(self, nn.LayerNorm):
-            found = functional.dropout_add_layer_norm(
-                *inputs, norm.weight, bias, dropout_p, norm.eps, **options
-            )
+            found = functional.dropout_add_layer_norm(*given, bias, eps=norm.eps, **added)
         else:
-            found = functional.dropout_add_rms_norm(
-                *inputs, norm.weight, dropout_p, norm.eps, **options
-            )
+            found = functional.dropout_add_rms_norm(*given, eps=norm.eps, **added)
         normalized, total = found
         return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
 
@@ -55,7 +39,7 @@ class _FusedNorm(Accelerated):
         reason = _unsupported_norm(x, weight, bias, eps)
         if reason is not None:
             return self._run_original(reason, x)
-        with ops_of(self):
+        with base.ops_of(self):
             return op(*given)
 
 
@@ -95,4 +79,4 @@ def _unsupported_norm(
         return f"the input is {x.dtype}, the weight {weight.dtype}"
     if eps is not None and eps < 0:
         return f"eps is {eps}"
-    return unsupported_weight((weight, bias), (x, None))
+    return base.unsupported_weight((weight, bias), (x, None))

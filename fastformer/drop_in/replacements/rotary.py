@@ -214,11 +214,11 @@ class FusedRotaryAttention(AnySignature):
         return original.forward, *rotations(original).values()
 
     @classmethod
-    def _forward_for(cls, original: type[nn.Module]) -> Callable[..., Any]:
+    def _members_for(cls, original: type[nn.Module]) -> dict[str, Any]:
         own = original.forward
         assert isinstance(own, FunctionType)
         names = {**own.__globals__, **rotations(original)}
         names.pop("__name__", None)  # by it torch.compile would find the module's own globals
         made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
         made.__kwdefaults__ = own.__kwdefaults__
-        return functools.update_wrapper(made, own)
+        return {"forward": functools.update_wrapper(made, own)}

@@ -14,23 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fastformer.drop_in.replacements import base, layers
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
-from fastformer.drop_in.replacements.base import (
-    Accelerated,
-    ops_of,
-    unsupported_parameter,
-    unsupported_tensor,
-)
-from fastformer.drop_in.replacements.layers import (
-    FusedTransformerDecoderLayer,
-    FusedTransformerEncoderLayer,
-    Layer,
-    OnStream,
-    attention_of,
-    decoder_context,
-    encoder_visibility,
-    is_left_to_torch,
-)
 from fastformer.eager import eager
 from fastformer.nn.padding import Packing, packing_of, pad, unpad
 from fastformer.nn.seeds import Seeds
@@ -41,18 +26,18 @@ from fastformer.nn.stream import ResidualStream, is_unmodified
 _LEAST_SHARE, _LEAST_TOKENS = 0.1, 16
 
 
-class Stack(OnStream):
+class Stack(layers.OnStream):
     """What an encoder and a decoder share."""
 
-    _layer: ClassVar[type[Layer]]
+    _layer: ClassVar[type[layers.Layer]]
     layers: Any  # of `_layer`
     norm: nn.Module | None
 
     def _unsupported_reason(self) -> str | None:
-        layers = self.layers
-        if len(layers) == 0:
+        own = self.layers
+        if len(own) == 0:
             return "it has no layers"
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(own):
             if not isinstance(layer, self._layer):
                 return f"layers.{i} is a {type(layer).__name__} that was not replaced"
             if not is_unmodified(layer):
@@ -61,9 +46,9 @@ class Stack(OnStream):
             if reason is not None:
                 return f"layers.{i}: {reason}"
             for name in layer._attentions:
-                if _mask_form(layer, name) != _mask_form(layers[0], name):
+                if _mask_form(layer, name) != _mask_form(own[0], name):
                     return f"layers.{i} has another form of {name} than layers.0"
-        return None if self.norm is None else unsupported_parameter(self.norm)
+        return None if self.norm is None else base.unsupported_parameter(self.norm)
 
     @property
     def _sites(self) -> int:
@@ -77,14 +62,14 @@ class Stack(OnStream):
             stream.seeds = stream.seeds.after(layer._sites)
 
     def _stream_output(self, stream: ResidualStream) -> Tensor:
-        with ops_of(self):
+        with base.ops_of(self):
             out = stream.value() if self.norm is None else stream.normalize(self.norm)
         return out.contiguous()
 
 
-def _mask_form(layer: Layer, name: str) -> tuple[object, ...]:
+def _mask_form(layer: layers.Layer, name: str) -> tuple[object, ...]:
     """Return what two layers must have in common to share the translated masks."""
-    attention: FusedMultiheadAttention = attention_of(layer, name)
+    attention: FusedMultiheadAttention = layers.attention_of(layer, name)
     return attention.batch_first, attention.num_heads, attention._appends_keys()
 
 
@@ -106,7 +91,7 @@ def _may_decide(x: Tensor) -> bool:
 
 
 class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
-    _layer = FusedTransformerEncoderLayer
+    _layer = layers.FusedTransformerEncoderLayer
     _drops_padding = False  # accelerate(drop_padding=True) sets it to True
 
     def forward(
@@ -126,7 +111,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         if self._is_left_to_torch(src, mask, padding, is_causal):
             with torch._C.DisableTorchFunction():  # else padding stays within `explain`
                 return nn.TransformerEncoder.forward(self, src, None, _added(padding, src))
-        reason = unsupported_tensor(src, mask, padding) or self._unsupported_reason()
+        reason = base.unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
         hidden = padding if self._drops_padding and src.dim() == 3 else None
         if hidden is not None and hidden.dtype != torch.bool:
@@ -137,14 +122,14 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         first, names = self.layers[0], ("mask", "src_key_padding_mask")
         causal = _is_causal(mask, is_causal)
         try:
-            seen = encoder_visibility(first, src, (mask, padding), causal, names)
+            seen = layers.encoder_visibility(first, src, (mask, padding), causal, names)
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, src, mask, padding, is_causal)
         if hidden is None and padding is not None:
             masked = padding if padding.dtype == torch.bool else padding != 0
             if _unseen or self._converts_to_nested(src, mask, masked):
                 hidden = masked
-        appends = attention_of(first, "self_attn")._appends_keys()
+        appends = layers.attention_of(first, "self_attn")._appends_keys()
         seeds = _seeds or Seeds(self._sites)
         if hidden is not None and (mask is None or seen.is_causal) and not appends:
             packing = _packing_worth_it(hidden)
@@ -161,11 +146,13 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         self, src: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool | None
     ) -> bool:
         """Return whether `is_left_to_torch`, and whether torch reads padding as the layers do."""
-        if not is_left_to_torch(self, src, (mask, padding), is_causal):
+        if not layers.is_left_to_torch(self, src, (mask, padding), is_causal):
             return False
         if padding is None:
             return True
-        return not self._drops_padding and all(_is_plain(layer, src) for layer in self.layers)
+        kind = layers.FusedTransformerEncoderLayer
+        plain = (isinstance(layer, kind) and layer._is_plain(src) for layer in self.layers)
+        return not self._drops_padding and all(plain)
 
     def _forward_packed(
         self, src: Tensor, packing: Packing, is_causal: bool, seeds: Seeds
@@ -180,7 +167,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
 
     def _batch_as_given(self, x: Tensor) -> Tensor:
         """Convert between [N, S, ..] and the caller's order: transpose unless batch_first."""
-        batch_first = attention_of(self.layers[0], "self_attn").batch_first
+        batch_first = layers.attention_of(self.layers[0], "self_attn").batch_first
         return x if batch_first else x.transpose(0, 1)
 
     def _blanked(self, out: Tensor, hidden: Tensor) -> Tensor:
@@ -208,10 +195,6 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         return _may_decide(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
 
 
-def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    return isinstance(layer, FusedTransformerEncoderLayer) and layer._is_plain(x)
-
-
 def _added(padding: Tensor | None, x: Tensor) -> Tensor | None:
     """Return padding as the term of the scores that torch makes of it, with a mark."""
     if padding is None:
@@ -236,7 +219,7 @@ def _packing_worth_it(hidden: Tensor) -> Packing | None:
 
 
 class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
-    _layer = FusedTransformerDecoderLayer
+    _layer = layers.FusedTransformerDecoderLayer
 
     def forward(
         self,
@@ -255,13 +238,13 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
 
         def read_masks() -> tuple[Visibility, Tensor, Visibility]:
             hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
-            return decoder_context(self.layers[0], tgt, memory, masks, hints)
+            return layers.decoder_context(self.layers[0], tgt, memory, masks, hints)
 
         hints = (tgt_is_causal, memory_is_causal)
         return self._forward_on_stream((tgt, memory, *masks), hints, read_masks, _seeds)
 
 
-class FusedTransformer(Accelerated, nn.Transformer):
+class FusedTransformer(base.Accelerated, nn.Transformer):
     def forward(
         self,
         src: Tensor,

@@ -13,13 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.checks import autocast_dtype
-from fastformer.drop_in.replacements.base import (
-    Accelerated,
-    ops_of,
-    record_fallback,
-    unsupported_tensor,
-    unsupported_weight,
-)
+from fastformer.drop_in.replacements import base
 from fastformer.drop_in.replacements.layers import op_activation
 from fastformer.nn.stream import is_unmodified
 from fastformer.ops import functional
@@ -44,8 +38,8 @@ def normalized_sum(
     if p is None:
         x, p = dropout(x), 0.0
     if _can_fuse(norm, residual, x):
-        with ops_of(layer):
-            return vars(type(norm))["after_sum"](norm, x, residual, p, None, None)
+        with base.ops_of(layer):
+            return vars(type(norm))["after_sum"](norm, x, residual, dict(dropout_p=p))
     total = residual + (F.dropout(x, p) if p else x)
     return norm(total), total
 
@@ -58,7 +52,7 @@ def _can_fuse(norm: Any, residual: Any, x: Any) -> bool:
         return False
     if x.dtype != residual.dtype and autocast_dtype(x) is None:
         return False
-    return x.is_floating_point() and unsupported_tensor(x, residual) is None
+    return x.is_floating_point() and base.unsupported_tensor(x, residual) is None
 
 
 def feed_forward(
@@ -70,16 +64,16 @@ def feed_forward(
     reason = unfit(first, activation, dropout, last)
     if reason is None:
         weights = _parameters(first), _parameters(last)
-        reason = unsupported_weight(*weights) or unsupported_tensor(x)
+        reason = base.unsupported_weight(*weights) or base.unsupported_tensor(x)
         for weight, _ in weights:
             if weight.dtype != x.dtype and autocast_dtype(x) is None:
                 reason = f"the input is {x.dtype}, a weight {weight.dtype}"
     if reason is not None:
-        record_fallback(layer, type(layer).__name__, reason)
+        base.record_fallback(layer, type(layer).__name__, reason)
         return None
     name, p = activation_name(activation), _dropped(dropout)
     assert name is not None and p is not None
-    with ops_of(layer):
+    with base.ops_of(layer):
         return functional.feed_forward(x, *weights[0], *weights[1], name, p)
 
 
@@ -120,7 +114,7 @@ def _parameters(linear: Any) -> tuple[Tensor, Tensor | None]:
     return linear.weight.t() if _is_conv(linear) else linear.weight, linear.bias
 
 
-class FusedSequential(Accelerated, nn.Sequential):
+class FusedSequential(base.Accelerated, nn.Sequential):
     def forward(self, input: Any) -> Any:
         modules = list(self)
         first, parts = sequence(modules) or (0, None)

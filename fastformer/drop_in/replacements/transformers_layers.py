@@ -22,22 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.drop_in.replacements.base import (
-    AnySignature,
-    Recognized,
-    has_only,
-    ops_of,
-    record_fallback,
-    sum_then_norm,
-    unsupported_tensor,
-)
-from fastformer.nn.stream import is_unmodified
+from fastformer.drop_in.replacements import base
+from fastformer.nn.stream import Pair, is_unmodified
 from fastformer.ops import functional
 
 _EPS = "variance_epsilon", "eps", "epsilon"  # the attribute, by its names in the models
 
 
-class FusedRootMeanSquareNorm(Recognized, AnySignature):
+class FusedRootMeanSquareNorm(base.Recognized, base.AnySignature):
     """weight * x / sqrt(mean(x^2) + eps), as in Llama, T5 and most others."""
 
     _tolerance = 2e-6  # they compute in float32, whatever the dtype
@@ -49,27 +41,18 @@ class FusedRootMeanSquareNorm(Recognized, AnySignature):
         reason = self._unsupported_reason(x, weight)
         if reason is not None:
             return self._run_original(reason, x)
-        with ops_of(self):
+        with base.ops_of(self):
             return functional.rms_norm(x, weight.shape, weight, _eps(self))
 
-    def after_sum(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        x_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum) of sum = residual + dropout(x + x_bias), from one kernel."""
+    def after_sum(self, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:
+        """Return (self(sum), sum) as `LayerNorm.after_sum` of nn/ does."""
         weight = self._factor()
         if x.dtype != residual.dtype or self._unsupported_reason(x, weight) is not None:
-            return sum_then_norm(self, x, residual, dropout_p, x_bias)
-        given = x, residual, weight, dropout_p, _eps(self)
-        options: Any = dict(dropout_seed=dropout_seed, input_bias=x_bias)
-        return functional.dropout_add_rms_norm(*given, **options)
+            return base.sum_then_norm(self, x, residual, added)
+        return functional.dropout_add_rms_norm(x, residual, weight, eps=_eps(self), **added)
 
     def _unsupported_reason(self, x: Tensor, weight: Tensor) -> str | None:
-        reason = unsupported_tensor(x, weight)
+        reason = base.unsupported_tensor(x, weight)
         if reason is None and self._must_agree() and x.dtype != weight.dtype:
             reason = f"the input is {x.dtype}, the weight {weight.dtype}"
         return reason
@@ -82,11 +65,10 @@ class FusedRootMeanSquareNorm(Recognized, AnySignature):
         return True
 
     @staticmethod
-    def _matches(module: nn.Module) -> bool:
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not len(weight):
+    def _matches(module: Any) -> bool:
+        if not base.has_only(module, weight=nn.Parameter) or _eps(module) is None:
             return False
-        return has_only(module, "weight") and _eps(module) is not None
+        return module.weight.dim() == 1 and len(module.weight) > 0
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
         x = random(2, 3, len(self.weight))
@@ -113,12 +95,10 @@ def _eps(module: nn.Module) -> float | None:
 
 # The names of a gated layer's parts: the projections of gate and value, or both in one with the
 # gate first, and the projection of their product.
-_SEPARATE = (
+_PROJECTIONS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("wi_0", "wi_1", "wo"),
     ("w1", "w3", "w2"),
-)
-_JOINED = (
     ("gate_up_proj", "down_proj"),
     ("input_linear", "output_linear"),
 )
@@ -134,7 +114,7 @@ _NAMES = {
 }
 
 
-class FusedGatedFeedForward(Recognized, AnySignature):
+class FusedGatedFeedForward(base.Recognized, base.AnySignature):
     """down(dropout(f(gate(x)) * value(x))): the projections stay modules, with their hooks, their
     adapters and whatever else replaces them; one kernel computes what is between them.
     """
@@ -145,25 +125,24 @@ class FusedGatedFeedForward(Recognized, AnySignature):
         (x,) = (*given, *named.values())
         names, (_, f) = _projections(self), _activation(self)
         activation = _name(f)
-        reason = unsupported_tensor(x)
         if names is None or activation is None:
-            reason = "its parts were replaced"
-        elif isinstance(f, nn.Module) and not is_unmodified(f):
+            return self._run_original("its parts were replaced", x)
+        *projections, last = (getattr(self, name) for name in names)
+        reason = base.unsupported_tensor(x)
+        if isinstance(f, nn.Module) and not is_unmodified(f):
             reason = "its activation has hooks"
-        elif type(last := getattr(self, names[-1])) is nn.Linear and last.weight.dtype != x.dtype:
+        elif type(last) is nn.Linear and last.weight.dtype != x.dtype:
             reason = "its projections have other dtypes than the input"
-        if reason is not None or names is None or activation is None:
-            return self._run_original(str(reason), x)
-        if len(names) == 3:
-            gate, value = getattr(self, names[0])(x), getattr(self, names[1])(x)
-        else:
-            gate, value = getattr(self, names[0])(x).chunk(2, -1)
-        with ops_of(self):
+        if reason is not None:
+            return self._run_original(reason, x)
+        projected = [layer(x) for layer in projections]
+        gate, value = projected if len(projected) == 2 else projected[0].chunk(2, -1)
+        with base.ops_of(self):
             hidden = functional.gated_activation(gate, value, activation)
         dropout = self._modules.get("dropout")
         if dropout is not None:
             hidden = dropout(hidden)
-        return getattr(self, names[-1])(hidden)
+        return last(hidden)
 
     @staticmethod
     def _matches(module: nn.Module) -> bool:
@@ -171,7 +150,7 @@ class FusedGatedFeedForward(Recognized, AnySignature):
         if names is None or attribute is None:
             return False
         parts = [*names, *[n for n in (attribute, "dropout") if n in module._modules]]
-        return has_only(module, *parts) and _name(f) is not None
+        return base.has_only(module, **dict.fromkeys(parts, object)) and _name(f) is not None
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
         yield (random(2, 3, 8),)
@@ -189,7 +168,7 @@ class FusedGatedFeedForward(Recognized, AnySignature):
 
 def _projections(module: nn.Module) -> tuple[str, ...] | None:
     """Return the names of the projections that the module has, the last one for the product."""
-    for names in (*_SEPARATE, *_JOINED):
+    for names in _PROJECTIONS:
         if all(name in module._modules for name in names):
             return names
     return None
@@ -229,7 +208,7 @@ def unknown_structure(module: nn.Module) -> str | None:
 _LOSSES = "ForCausalLMLoss", "ForMaskedLMLoss"
 
 
-class FusedModelWithLoss(AnySignature):
+class FusedModelWithLoss(base.AnySignature):
     """A model that computes a loss of its logits by a function of transformers: `cross_entropy`
     computes it. If the model skips its logits, `linear_cross_entropy` does, of the hidden states.
     """
@@ -293,11 +272,11 @@ class FusedModelWithLoss(AnySignature):
                 f"{type(self).__name__} changes its logits before it computes its loss; expected a "
                 "model that does not, for accelerate(model, skip_logits=True)"
             )
-        reason = unsupported_tensor(logits, labels, shift_labels)
+        reason = base.unsupported_tensor(logits, labels, shift_labels)
         if logits.shape[-1] != vocab_size:
             reason = f"vocab_size is {vocab_size}, and there are {logits.shape[-1]} logits"
         if reason is not None:
-            record_fallback(self, type(self).__name__, reason)
+            base.record_fallback(self, type(self).__name__, reason)
             more = num_items_in_batch, ignore_index
             return theirs(logits, labels, vocab_size, *more, shift_labels=shift_labels, **ignored)
         target: Any = labels
@@ -307,7 +286,7 @@ class FusedModelWithLoss(AnySignature):
                 target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
         target = target.to(logits.device).flatten()
         reduction = "mean" if num_items_in_batch is None else "sum"
-        with ops_of(self):
+        with base.ops_of(self):
             if skipped is not None:
                 loss = skipped.loss(target, reduction, ignore_index)
             else:
@@ -369,7 +348,7 @@ def output_layer(model: nn.Module) -> nn.Linear | str:
         return f"its output layer is {type(head).__name__}, not Linear"
     if not is_unmodified(head):
         return "its output layer has hooks"
-    return unsupported_tensor(head.weight, head.bias) or head
+    return base.unsupported_tensor(head.weight, head.bias) or head
 
 
 def has_loss(module: nn.Module) -> bool:

@@ -100,8 +100,8 @@ def hit(
     for i, x in enumerate(values):
         if type(x) not in TENSORS:
             known |= {f"c{i}": x, f"k{i}": as_key(x)}
-            same = "True" if type(x) is list else f"x{i} is not c{i}"  # a list may change
-            tests.append(f"{same} and key(x{i}) != k{i}")
+            other = "True" if type(x) is list else f"x{i} is not c{i}"  # a list may change
+            tests.append(f"{other} and key(x{i}) != k{i}")
             continue
         same = next((k for k, y in tensors.items() if y is x), None)
         if same is not None:  # torch's guards refuse a tensor in two places

@@ -586,18 +586,21 @@ class BackwardPlan(Plan):
             query.new_empty_strided(*grad) if needed else query.new_empty(0)
             for grad, needed in zip(self.grads, self.needs)
         )
+        inputs, dlse = (query, key, value, grad_output), lse if grad_lse is None else grad_lse
+        if self.short is not None:
+            saved = output, lse, dlse, statistics if self.separate_max else lse
+            self.short(inputs, saved, (dq, dk, dv), optional)
+            packed = attention.cu_seqlens_q is not None
+            if not (self.launch or self.sink_weight or self.bias_grad or packed):
+                none = query.new_empty_strided((0,), (1,))
+                return dq, dk, dv, none, none
         delta = torch.empty_like(lse)
-        inputs = query, key, value, grad_output
         launch, given = self.launch, dict.fromkeys(self.launch, optional)
         if self.source is not None:
             # One after the other, so that the second may find the mask in the L2 cache.
             bounded = {n: x for n, x in launch.items() if isinstance(x, BoundedLaunch)}
             given |= {name: x.with_bounds(optional) for name, x in bounded.items()}
             launch = launch | {name: x.launch for name, x in bounded.items()}
-        dlse = lse if grad_lse is None else grad_lse
-        if self.short is not None:
-            saved = output, lse, dlse, statistics if self.separate_max else lse
-            self.short(inputs, saved, (dq, dk, dv), optional)
         if len(launch) > 1 or self.sink_weight:
             if not self.separate_max:
                 statistics = torch.empty_like(lse)

@@ -477,13 +477,23 @@ def _prepare(input, w_1, b_1, *rest):
     return x, unit_stride(w_1), None if b_1 is None else b_1.contiguous(), *rest
 
 
-@register(
-    "feed_forward(Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, Tensor? b_2, "
-    "str activation, float dropout_p, Tensor? dropout_seed) "
-    "-> (Tensor output, Tensor saved)",
-    _fake,
-    _prepare,
-)
+_DROPOUT = "float dropout_p, Tensor? dropout_seed"
+
+
+def _schemas(op: str, w: str, b: str, options: str) -> tuple[str, str]:
+    """Return the schemas of an op, with the names of its first weight and bias, and of its
+    backward.
+    """
+    given = f"Tensor input, Tensor {w}, Tensor? {b}, Tensor w_2, Tensor? b_2, {options}"
+    saved = f"Tensor grad_output, {given}, Tensor saved, bool[] needs"
+    grads = f"Tensor grad_input, Tensor grad_{w}, Tensor grad_{b}, Tensor grad_w_2, Tensor grad_b_2"
+    return f"{op}({given}) -> (Tensor output, Tensor saved)", f"{op}_backward({saved}) -> ({grads})"
+
+
+_FORWARD, _BACKWARD = _schemas("feed_forward", "w_1", "b_1", f"str activation, {_DROPOUT}")
+
+
+@register(_FORWARD, _fake, _prepare)
 def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
     """Launch the first GEMM and call torch's second: (output, h for relu, else z)."""
     lead, width = input.shape[:-1], len(w_1)
@@ -524,15 +534,7 @@ def _prepare_backward(*arguments):
     return *rest, saved.contiguous(), needs
 
 
-@register(
-    "feed_forward_backward(Tensor grad_output, Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, "
-    "Tensor? b_2, "
-    "str activation, float dropout_p, Tensor? dropout_seed, Tensor saved, "
-    "bool[] needs) "
-    "-> (Tensor grad_input, Tensor grad_w_1, Tensor grad_b_1, Tensor grad_w_2, Tensor grad_b_2)",
-    _fake_backward,
-    _prepare_backward,
-)
+@register(_BACKWARD, _fake_backward, _prepare_backward)
 def backward(grad_output, input, w_1, b_1, w_2, b_2, activation, dropout_p, seed, saved, needs):
     """Launch the kernel of dz (and h) and call torch's GEMMs, for the gradients that are needed."""
     size, outputs = Size(input.shape[:-1].numel(), len(w_1)), len(w_2)
@@ -565,11 +567,9 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
     numbers of its form in its schema.
     """
 
-    @register(
-        f"{op}(Tensor input, Tensor w, Tensor? b, Tensor w_2, Tensor? b_2, float dropout_p, "
-        f"Tensor? dropout_seed{form}) -> (Tensor output, Tensor saved)",
-        _fake,
-    )
+    of_forward, of_backward = _schemas(op, "w", "b", _DROPOUT + form)
+
+    @register(of_forward, _fake)
     def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed, *numbers):
         *lead, features = input.shape
         size = Size(input.shape[:-1].numel(), len(w) // 2)
@@ -586,14 +586,7 @@ def _register_gated(op: str, kind: str, form: str = "") -> tuple:
 
         return run
 
-    @register(
-        f"{op}_backward(Tensor grad_output, Tensor input, Tensor w, Tensor? b, Tensor w_2, "
-        f"Tensor? b_2, float dropout_p, Tensor? dropout_seed{form}, Tensor saved, "
-        "bool[] needs) "
-        "-> (Tensor grad_input, Tensor grad_w, Tensor grad_b, Tensor grad_w_2, Tensor grad_b_2)",
-        _fake_backward,
-        _prepare_backward,
-    )
+    @register(of_backward, _fake_backward, _prepare_backward)
     def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, *rest):
         *numbers, _, needs = rest
         size, outputs = Size(input.shape[:-1].numel(), len(w) // 2), len(w_2)

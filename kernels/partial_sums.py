@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .common import INTERPRETED
 from .launch import Launch, constants
@@ -57,12 +55,11 @@ def add_up_kernel(
         tl.store(results.third + c, total.to(results.third.dtype.element_ty), mask=c < N)
 
 
-def sums_launch(partial: Tensor, results: Sequence[Tensor]) -> Launch:
+def sums_launch(count: int, parts: int, n: int) -> Launch:
     """Make a launch that stores the sums over `parts` of partial [K, parts, N] into K <= 3
     contiguous tensors of N elements, in their dtypes. It takes partial, and three results: if there
     are fewer, any tensor stands in.
     """
-    count, parts, n = partial.shape
     arguments = dict(parts=parts, N=n, tile=constants(TILE))
     grid = triton.cdiv(n, TILE.columns), count
     return Launch(add_up_kernel, grid, arguments, 4, groups=dict(results=Results))

@@ -74,6 +74,14 @@ def adapted(
     return lambda *tensors: kept(plan(*pick((*tensors, None))))
 
 
+def gradients_like(needs: Sequence[bool], *inputs: Any) -> tuple[Tensor, ...]:
+    """Make uninitialised gradients of the inputs, without elements where they are not needed."""
+    return tuple(
+        x.new_empty(x.shape) if need and x is not None else inputs[0].new_empty(0)
+        for need, x in zip(needs, inputs)
+    )
+
+
 def _prepares(constants: list[Any], places: list[int], run: Callable[..., Any]) -> Any:
     """Return a plan that calls `run` with all arguments."""
 

@@ -20,8 +20,7 @@ Source: Su et al. 2021, section 3.2.2; Zhang and Sennrich 2019, section 3.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -412,22 +411,6 @@ def backward_kernel(
 # --------------------------------------------------------------------------------------- launchers
 
 
-class Shape(NamedTuple):
-    """The sizes of query or key."""
-
-    batch: int
-    heads: int
-    length: int
-    dim: int
-
-
-def _shape(x: Tensor) -> Shape:
-    """Return the sizes of [B, H, S, D], or of [T, H, D] as a batch of one sequence."""
-    if x.dim() == 4:
-        return Shape(*x.shape)
-    return Shape(1, x.shape[1], x.shape[0], x.shape[2])
-
-
 def _steps(x: Tensor) -> Steps:
     """Return the strides of [B, H, S, D], or of [T, H, D] as a batch of one sequence."""
     if x.dim() == 4:
@@ -442,54 +425,46 @@ def heads_of_a_program(blocks: int, heads: int, device: torch.device) -> int:
     return max(1, blocks * heads // (PROGRAMS * processors(device)))
 
 
-class _Plan:
-    """The launch of the forward or of the backward, and the partial sums of the latter: how many
-    programs there are for the query and for the key.
+def _launch(
+    kernel: Any,
+    group: Any,
+    query: tuple[Tensor, ...],
+    key: tuple[Tensor, ...],
+    options: tuple[Tensor, Tensor, bool, float],
+    norms: Sequence[int],
+    needs: Sequence[bool] = (True, True),
+) -> tuple[Launch, list[int]]:
+    """Make the launch of the forward or of the backward, and return how many programs it has for
+    the query and for the key. options: cos, sin, interleaved and eps.
     """
-
-    def __init__(
-        self,
-        kernel: Any,
-        group: Any,
-        query: tuple[Tensor, ...],
-        key: tuple[Tensor, ...],
-        tables: tuple[Tensor, Tensor],
-        case: RotaryCase,
-        eps: float,
-        needs: tuple[bool, bool] = (True, True),
-    ) -> None:
-        x, device = query[0], query[0].device
-        batch, heads, length, dim = _shape(x)
-        tokens, groups = batch * length, _shape(key[0]).heads if needs[1] else 0
-        heads = heads if needs[0] else 0
-        shipped = configuration(dim, case.rotary, architecture(device))
-        name = named(x.dtype, tokens=tokens, heads=heads, groups=groups)
-        name = f"{name} {flags(case, 'acc')}"
-        options = functools.partial(others, shipped)
-        tuned = f"rotary {kernel.fn.__name__.removesuffix('_kernel')}"
-        tiles = choose(device, TuningKey(tuned, name, shipped, options))
-        blocks = triton.cdiv(tokens, tiles.rows)
-        each = heads_of_a_program(blocks, heads + groups, device)
-        chunks = tuple(triton.cdiv(n, each) for n in (heads, groups))
-        self.programs = tuple(blocks * n for n in chunks)
-        table = [n for t in tables for n in (t.stride(0) if t.dim() == 3 else 0, t.stride(-2))]
-        arguments = dict(
-            query_strides=RotaryStrides(*map(_steps, query)),
-            key_strides=RotaryStrides(*map(_steps, key)),
-            table=Table(*table),
-            size=Size(tokens, length, heads, groups, each),
-            eps=eps,
-            tile=constants(tiles),
-            case=constants(case),
-        )
-        grid, own = (blocks, sum(chunks)), dict(query=group, key=group)
-        self.launch = Launch(kernel, grid, arguments, tiles.warps, groups=own)
-
-
-def _case(x: Tensor, cos: Tensor, interleaved: bool, norms: Iterable[int]) -> RotaryCase:
-    query, key = norms
-    dtype = triton_dtype(accumulator(x))
-    return RotaryCase(x.shape[-1], cos.shape[-1], interleaved, query, key, dtype)
+    (x, *_), (cos, sin, interleaved, eps) = query, options
+    length = x.shape[2] if x.dim() == 4 else x.shape[0]
+    tokens = x.shape[0] * length if x.dim() == 4 else length
+    heads, groups = (z[0].shape[1] if need else 0 for z, need in zip((query, key), needs))
+    case = RotaryCase(
+        x.shape[-1], cos.shape[-1], interleaved, norms[0], norms[1], triton_dtype(accumulator(x))
+    )
+    shipped = configuration(case.dim, case.rotary, architecture(x.device))
+    name = named(x.dtype, tokens=tokens, heads=heads, groups=groups)
+    name = f"{name} {flags(case, 'acc')}"
+    tuned = f"rotary {kernel.fn.__name__.removesuffix('_kernel')}"
+    tiles = choose(x.device, TuningKey(tuned, name, shipped, lambda: others(shipped)))
+    blocks = triton.cdiv(tokens, tiles.rows)
+    each = heads_of_a_program(blocks, heads + groups, x.device)
+    chunks = [triton.cdiv(n, each) for n in (heads, groups)]
+    table = [n for t in (cos, sin) for n in (t.stride(0) if t.dim() == 3 else 0, t.stride(-2))]
+    arguments = dict(
+        query_strides=RotaryStrides(*map(_steps, query)),
+        key_strides=RotaryStrides(*map(_steps, key)),
+        table=Table(*table),
+        size=Size(tokens, length, heads, groups, each),
+        eps=eps,
+        tile=constants(tiles),
+        case=constants(case),
+    )
+    grid, own = (blocks, sum(chunks)), dict(query=group, key=group)
+    launch = Launch(kernel, grid, arguments, tiles.warps, groups=own)
+    return launch, [blocks * n for n in chunks]
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -527,27 +502,25 @@ def forward(query, key, cos, sin, interleaved, query_norm, key_norm, eps):
     """Launch the forward: the rotated query and key, in the memory order of the given ones."""
     if query.numel() == 0 and key.numel() == 0:
         return lambda query, key, *_: fake(query, key)
-    norms = (int(x is not None) for x in (query_norm, key_norm))
-    case = _case(query, cos, interleaved, norms)
     pairs = [(x, out, x) for x, out in zip((query, key), fake(query, key))]
-    plan = _Plan(forward_kernel, Rotated, *pairs, (cos, sin), case, eps)
+    norms = [int(x is not None) for x in (query_norm, key_norm)]
+    launch, _ = _launch(forward_kernel, Rotated, *pairs, (cos, sin, interleaved, eps), norms)
 
     def run(query, key, cos, sin, query_norm, key_norm):
         y = fake(query, key)
         # A tensor stands in for each absent weight: a kernel compiled without it never reads it.
         query_norm, key_norm = (query if x is None else x for x in (query_norm, key_norm))
         with on_device(query):
-            plan.launch((query, y[0], query_norm), (key, y[1], key_norm), cos, sin)
+            launch((query, y[0], query_norm), (key, y[1], key_norm), cos, sin)
         return y
 
     return run
 
 
-def _fake_backward(grad_query, grad_key, query, key, cos, sin, interleaved, *rest):
-    query_norm, key_norm, _, needs = rest
-    like = grad_query, grad_key, query_norm, key_norm
+def _results(needs, *like):
+    """Make uninitialised gradients as `_empty` does, without elements where they are not needed."""
     return tuple(
-        grad_query.new_empty(0) if x is None or not need else _empty(x)
+        _empty(x) if need and x is not None else like[0].new_empty(0)
         for x, need in zip(like, needs)
     )
 
@@ -556,7 +529,7 @@ def _fake_backward(grad_query, grad_key, query, key, cos, sin, interleaved, *res
     "rotary_embedding_backward(Tensor grad_rotated_query, Tensor grad_rotated_key, Tensor? query, "
     f"Tensor? key, Tensor cos, Tensor sin, {_ARGUMENTS}, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_query_norm, Tensor grad_key_norm)",
-    _fake_backward,
+    lambda *given: _results(given[-1], *given[:2], *given[7:9]),
     _prepare,
 )
 def backward(*arguments):
@@ -565,58 +538,52 @@ def backward(*arguments):
 
 
 def gradients(
-    own, grad_query, grad_key, query, key, cos, sin, interleaved, query_norm, key_norm, *rest
+    own, grad_query, grad_key, query, key, cos, sin, interleaved, query_norm, key_norm, eps, needs
 ):
     """Return the plan of a backward, which returns the gradients; those that are not needed are
     empty. If `own` is not None, they are written into tensors like these, which the plan takes as
     `own`.
     """
-    eps, needs = rest
     grads, saved, weights = (grad_query, grad_key), (query, key), (query_norm, key_norm)
-    given, options = (*grads, *saved, cos, sin, interleaved, *weights), (eps, needs)
     sums = [need and w is not None for need, w in zip(needs[2:], weights)]
 
-    def results_of(grads, own, *given):
+    def results_of(grads, weights, own):
         """Return the gradients and dx: the kernel computes that beside a weight's, wanted or not"""
-        results = _fake_backward(*given, *options) if own is None else own
+        results = _results(needs, *grads, *weights) if own is None else own
         return results, [
             _empty(dy) if total and not need else out
             for dy, out, need, total in zip(grads, results, needs, sums)
         ]
 
-    _, dx = results_of(grads, own, *given)
-    plan = None
+    wide, dim, launch = accumulator(grad_query), grad_query.shape[-1], None
     if grad_query.numel() or grad_key.numel():
-        norms = ((w is not None) + total for w, total in zip(weights, sums))
-        case = _case(grad_query, cos, interleaved, norms)
-        wanted = tuple(need or total for need, total in zip(needs, sums))
+        norms = [(w is not None) + total for w, total in zip(weights, sums)]
+        wanted = [need or total for need, total in zip(needs, sums)]
         pairs = [
             (dy, dy if x is None else x, out if want else dy)
-            for dy, x, out, want in zip(grads, saved, dx, wanted)
+            for dy, x, out, want in zip(grads, saved, results_of(grads, weights, own)[1], wanted)
         ]
-        plan = _Plan(backward_kernel, Gradients, *pairs, (cos, sin), case, eps, wanted)
-    wide, dim = accumulator(grad_query), grad_query.shape[-1]
-    add_up: list[Any] = [None, None]
+        options = cos, sin, interleaved, eps
+        launch, programs = _launch(backward_kernel, Gradients, *pairs, options, norms, wanted)
+        add_up = [sums_launch(1, n, dim) for n in programs]
 
     def run(grad_query, grad_key, query, key, cos, sin, query_norm, key_norm, own=None):
         grads, saved, weights = (grad_query, grad_key), (query, key), (query_norm, key_norm)
-        given = *grads, *saved, cos, sin, interleaved, *weights
-        results, dx = results_of(grads, own, *given)
-        if plan is None:
+        results, dx = results_of(grads, weights, own)
+        if launch is None:
             return *results[:2], *(x.zero_() for x in results[2:])
         partial = [
             grad_query.new_empty((1, n if total else 0, dim), dtype=wide)
-            for n, total in zip(plan.programs, sums)
+            for n, total in zip(programs, sums)
         ]
         groups = [
             (dy, dy if x is None else x, out, dy if w is None else w, parts)
             for dy, x, out, w, parts in zip(grads, saved, dx, weights, partial)
         ]
         with on_device(grad_query):
-            plan.launch(*groups, cos, sin)
+            launch(*groups, cos, sin)
             for i, (out, parts) in enumerate(zip(results[2:], partial)):
                 if sums[i]:
-                    add_up[i] = add_up[i] or sums_launch(parts, [out])
                     add_up[i](parts, (out, out, out))
         return results
 

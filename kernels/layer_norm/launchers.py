@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from ..launch import (
     unsupported_dtype,
 )
 from ..partial_sums import sums_launch
-from ..registration import adapted, register
+from ..registration import adapted, gradients_like, register
 from ..tuned import TuningKey, choose, flags, named
 from .kernels import (
     BackwardCase,
@@ -105,24 +106,22 @@ def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> NormTiles:
     return choose(x.device, TuningKey(f"layer_norm {kernel}", name, shipped, options))
 
 
-class Forward:
-    """The launch of a forward, and the layouts of its outputs."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        input_bias: Tensor | None,
-        options: Options,
-    ) -> None:
-        n, self.rms = options.n, options.rms
-        rows, self.dtype = x.numel() // max(1, n), accumulator(x)
-        self.like, self.statistics = dense(x.shape), dense([rows if n else 0])
-        self.launch: Launch | None = None
-        if x.numel() == 0:  # also if n is 0
-            return
+def forward_plan(
+    options: Options,
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    input_bias: Tensor | None = None,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Return the plan of a forward: it returns y, s (x without a residual), mean [M] and r [M],
+    which RMSNorm also returns for the mean.
+    """
+    n, dtype = options.n, accumulator(x)
+    rows = x.numel() // max(1, n)
+    like, of_rows = dense(x.shape), dense([rows if n else 0])
+    launch: Launch | None = None
+    if x.numel():  # so that n is not 0
         case = ForwardCase(
             one=True,
             unbiased=options.unbiased,
@@ -132,14 +131,13 @@ class Forward:
             weight=weight is not None,
             bias=bias is not None,
             input_bias=input_bias is not None,
-            acc=triton_dtype(self.dtype),
+            acc=triton_dtype(dtype),
         )
         tiles = _tiles("forward", x, n, case)
         case = case._replace(one=n <= tiles.columns)
+        strides = row_stride(x, n), row_stride(x if residual is None else residual, n)
         arguments = dict(
-            strides=ForwardStrides(
-                row_stride(x, n), row_stride(x if residual is None else residual, n)
-            ),
+            strides=ForwardStrides(*strides),
             size=Size(rows, n),
             eps=options.eps,
             dropout=dropout_arguments(options.dropout_p),
@@ -147,43 +145,22 @@ class Forward:
             case=constants(case),
         )
         grid = (triton.cdiv(rows, tiles.rows),)
-        self.launch = Launch(forward_kernel, grid, arguments, tiles.warps, groups=GROUPS)
+        launch = Launch(forward_kernel, grid, arguments, tiles.warps, groups=GROUPS)
 
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        seed: Tensor | None,
-        input_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return y, s (x without a residual), mean [M] and r [M], which RMSNorm also returns for
-        the mean.
-        """
-        y = x.new_empty_strided(*self.like)
-        s = x if residual is None else x.new_empty_strided(*self.like)
-        reciprocal = x.new_empty_strided(*self.statistics, dtype=self.dtype)
-        mean = reciprocal if self.rms else torch.empty_like(reciprocal)
-        if self.launch is not None:
+    def run(x, residual, weight, bias, seed, input_bias):
+        y = x.new_empty_strided(*like)
+        s = x if residual is None else x.new_empty_strided(*like)
+        reciprocal = x.new_empty_strided(*of_rows, dtype=dtype)
+        mean = reciprocal if options.rms else torch.empty_like(reciprocal)
+        if launch is not None:
             # x stands in for each absent tensor: a kernel compiled without it never reads it.
             inputs = x, x if residual is None else residual, x if input_bias is None else input_bias
             w, b = x if weight is None else weight, x if bias is None else bias
             with on_device(x):
-                self.launch(inputs, w, b, y, s, (mean, reciprocal), x if seed is None else seed)
+                launch(inputs, w, b, y, s, (mean, reciprocal), x if seed is None else seed)
         return y, s, mean, reciprocal
 
-
-class Given(NamedTuple):
-    """The tensors of a backward. x: the saved sum s. grad_sum: the gradient of s, if it has one."""
-
-    grad: Tensor
-    grad_sum: Tensor | None
-    x: Tensor
-    weight: Tensor | None
-    seed: Tensor | None
-    mean: Tensor
-    reciprocal: Tensor
+    return run
 
 
 class Needs(NamedTuple):
@@ -197,44 +174,52 @@ class Needs(NamedTuple):
 
 
 NOTHING = (0,), (1,)  # the shape and the strides of a gradient that is not needed
-_OF_SUMS = "rms", "need_weight", "need_bias", "need_input_bias", "acc"  # fields of `BackwardCase`
 
 
 class Backward:
-    """The launches: one kernel if a row fits into a tile, else one for dx and one for the sums over
+    """The plan of a backward, from the gradient of y, that of the saved sum s, if it has one, s and
+    the weight. One kernel if a row fits into a tile, else one for dx and one for the sums over
     rows. Of a row wider than THREE_SUMS in one tile, the latter computes that of input_bias.
     """
 
-    def __init__(self, given: Given, options: Options, needs: Needs) -> None:
-        x, n, acc = given.x, options.n, triton_dtype(given.mean.dtype)
+    def __init__(
+        self,
+        options: Options,
+        needs: Needs,
+        grad: Tensor,
+        grad_sum: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+    ) -> None:
+        n, acc = options.n, triton_dtype(accumulator(x))
         self.rows_kernel: Any = None
         self.weights_kernel: Launch | None = None
         self.needs, self.like = needs, dense(x.shape)
         self.wanted = [i for i, need in enumerate(needs[2:]) if need]  # of the parameters
-        self.add_up: Launch | None = None
         self.runs = 0  # programs that sum over rows
         if x.numel() == 0:
             return
         rows = x.numel() // n
+        size = Size(rows, n)
         case = BackwardCase(
             unbiased=options.unbiased,
             rms=options.rms,
             residual=needs.residual,
             dropout=options.dropout_p > 0,
-            ds=given.grad_sum is not None,
-            weight=given.weight is not None,
+            ds=grad_sum is not None,
+            weight=weight is not None,
             need_x=needs.x,
             need_weight=needs.weight,
             need_bias=needs.bias,
             need_input_bias=needs.input_bias,
             acc=acc,
         )
-        tiles = _tiles("backward", x, n, case)
+        tiles, wide = _tiles("backward", x, n, case), WIDE_WEIGHTS
         per_program = max(tiles.rows, triton.cdiv(rows, PARTIAL_SUMS))
         runs = self.runs = triton.cdiv(rows, per_program)
         self.partial = dense((len(self.wanted), runs, n))
-        size = Size(rows, n)
-        tensors = x, given.grad, given.grad if given.grad_sum is None else given.grad_sum
+        self.add_up = sums_launch(*self.partial[0])
+        tensors = x, grad, grad if grad_sum is None else grad_sum
         strides = BackwardStrides(*(row_stride(t, n) for t in tensors))
         arguments = dict(
             strides=strides,
@@ -246,48 +231,31 @@ class Backward:
         )
         self.one = n <= tiles.columns
         apart = needs[2:]  # the sums that a kernel of their own computes
+        kernel, programs = backward_wide_dx_kernel, triton.cdiv(rows, tiles.rows)
         if self.one:
+            kernel, programs = backward_kernel, runs
             apart = (False, False, needs.input_bias and n > THREE_SUMS)
-            inside = case._replace(need_input_bias=needs.input_bias and not apart[2])
-            arguments |= dict(rows_per_program=per_program, case=constants(inside))
-            self.rows_kernel = Launch(
-                backward_kernel, (runs,), arguments, tiles.warps, groups=GROUPS
-            )
-        elif needs.x:
-            grid: tuple[int, ...] = (triton.cdiv(rows, tiles.rows),)
-            self.rows_kernel = Launch(
-                backward_wide_dx_kernel, grid, arguments, tiles.warps, groups=GROUPS
-            )
+            case = case._replace(need_input_bias=needs.input_bias and not apart[2])
+            arguments |= dict(rows_per_program=per_program, case=constants(case))
+        if self.one or needs.x:
+            self.rows_kernel = Launch(kernel, (programs,), arguments, tiles.warps, groups=GROUPS)
         if any(apart):
-            wide = WIDE_WEIGHTS
-            weight, bias, input_bias = apart
-            case = case._replace(need_weight=weight, need_bias=bias, need_input_bias=input_bias)
-            own = {name: value for name, value in case._asdict().items() if name in _OF_SUMS}
-            case = BackwardCase(*[False] * len(case))._replace(**own)  # the others are for dx
+            sums = dict(zip(("need_weight", "need_bias", "need_input_bias"), apart))
+            none = BackwardCase(*[False] * len(case))  # the other fields are for dx
             arguments = dict(
                 stride_x=strides.x,
                 stride_dy=strides.dy,
                 size=size,
                 rows_per_program=per_program,
                 tile=constants(wide),
-                case=constants(case),
+                case=constants(none._replace(rms=options.rms, acc=acc, **sums)),
             )
             grid = (runs, triton.cdiv(n, wide.columns))
             self.weights_kernel = Launch(
                 backward_wide_weights_kernel, grid, arguments, wide.warps, groups=GROUPS
             )
 
-    def __call__(
-        self,
-        grad: Tensor,
-        grad_sum: Tensor | None,
-        x: Tensor,
-        weight: Tensor | None,
-        seed: Tensor | None,
-        mean: Tensor,
-        reciprocal: Tensor,
-        *parameters: Tensor | None,
-    ) -> list[Tensor]:
+    def __call__(self, grad, grad_sum, x, weight, seed, mean, reciprocal, *parameters):
         """Return the gradient of the residual (of x without one), the gradient of x with a
         residual, and those of the parameters: weight, bias and the bias of x. What is not needed is
         empty.
@@ -319,15 +287,8 @@ class Backward:
                 self.weights_kernel(x, grad, dinput if needs.input_bias else x, sums, statistics)
             if self.wanted:
                 of_sums = [results[i] for i in self.wanted]
-                if self.add_up is None:
-                    self.add_up = sums_launch(partial, of_sums)
                 self.add_up(partial, (*of_sums, of_sums[0], of_sums[0])[:3])
         return [dx, dinput, *results]
-
-
-def _or_nothing(needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
-    """Make an uninitialised gradient for `like`, without elements if it is not needed."""
-    return of.new_empty(0) if not needed or like is None else like.new_empty(like.shape)
 
 
 def supports(input, normalized_shape=None, weight=None, **_) -> str | None:
@@ -355,33 +316,24 @@ def _prepare_backward(grad, input, normalized_shape, *rest):
     return _rows(grad, math.prod(normalized_shape)), *_prepare(input, normalized_shape, *rest)
 
 
-def _statistics(input: Tensor, normalized_shape: list[int]) -> Tensor:
-    rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
-    return input.new_empty(rows, dtype=accumulator(input))
-
-
-def _fake(input, normalized_shape, *_):
-    statistics = _statistics(input, normalized_shape)
-    return input.new_empty(input.shape), statistics, torch.empty_like(statistics)
+def _statistics(input: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    """Return mean and r without their values, of rows of a shape."""
+    rows, dtype = math.prod(input.shape[: input.dim() - len(shape)]), accumulator(input)
+    return [input.new_empty(rows, dtype=dtype) for _ in range(2)]
 
 
 @register(
     "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
     "bool unbiased) "
     "-> (Tensor output, Tensor mean, Tensor reciprocal)",
-    _fake,
+    lambda input, shape, *_: (input.new_empty(input.shape), *_statistics(input, shape)),
     _prepare,
 )
 def forward(input, normalized_shape, weight, bias, eps, unbiased):
     """Launch the forward: (output, mean [M], r [M])."""
     options = Options(math.prod(normalized_shape), eps, unbiased)
-    plan = Forward(input, None, weight, bias, None, options)
+    plan = forward_plan(options, input, None, weight, bias)
     return adapted(plan, (0, -1, 1, 2, -1, -1), (0, 2, 3))
-
-
-def _fake_backward(grad_output, input, normalized_shape, weight, bias, *rest):
-    likes = zip(rest[-1], (input, weight, bias))
-    return tuple(_or_nothing(need, like, input) for need, like in likes)
 
 
 @register(
@@ -389,16 +341,13 @@ def _fake_backward(grad_output, input, normalized_shape, weight, bias, *rest):
     "Tensor? weight, Tensor? bias, float eps, bool unbiased, Tensor mean, Tensor reciprocal, "
     "bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-    _fake_backward,
+    lambda _, input, __, weight, bias, *rest: gradients_like(rest[-1], input, weight, bias),
     _prepare_backward,
 )
-def backward(
-    grad_output, input, normalized_shape, weight, bias, eps, unbiased, mean, reciprocal, needs
-):
+def backward(grad_output, input, normalized_shape, weight, bias, eps, unbiased, *rest):
     """Launch the kernels of dx and of the partial weight gradients, and add up the partial sums."""
-    options = Options(math.prod(normalized_shape), eps, unbiased)
-    given = Given(grad_output, None, input, weight, None, mean, reciprocal)
-    plan = Backward(given, options, Needs(False, *needs))
+    options, needs = Options(math.prod(normalized_shape), eps, unbiased), Needs(False, *rest[-1])
+    plan = Backward(options, needs, grad_output, None, input, weight)
     return adapted(plan, (0, -1, 1, 2, -1, 4, 5, 2, 3), (0, 2, 3))
 
 
@@ -408,32 +357,26 @@ def backward(
 @register(
     "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps) "
     "-> (Tensor output, Tensor reciprocal)",
-    lambda *given: _fake(*given)[:2],
+    lambda input, shape, *_: (input.new_empty(input.shape), _statistics(input, shape)[0]),
     _prepare,
 )
 def rms_forward(input, normalized_shape, weight, eps):
     """Launch the forward: (output, r [M])."""
-    options = Options(math.prod(normalized_shape), eps, rms=True)
-    plan = Forward(input, None, weight, None, None, options)
+    plan = forward_plan(Options(math.prod(normalized_shape), eps, rms=True), input, None, weight)
     return adapted(plan, (0, -1, 1, -1, -1, -1), (0, 3))
-
-
-def _fake_rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
-    return _or_nothing(needs[0], input, input), _or_nothing(needs[1], weight, input)
 
 
 @register(
     "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
     "Tensor? weight, float eps, Tensor reciprocal, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_weight)",
-    _fake_rms_backward,
+    lambda _, input, __, weight, *rest: gradients_like(rest[-1], input, weight),
     _prepare_backward,
 )
 def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
     """Launch as `backward` does. r is passed for the mean, which no kernel reads."""
     options = Options(math.prod(normalized_shape), eps, rms=True)
-    given = Given(grad_output, None, input, weight, None, reciprocal, reciprocal)
-    plan = Backward(given, options, Needs(False, *needs))
+    plan = Backward(options, Needs(False, *needs), grad_output, None, input, weight)
     return adapted(plan, (0, -1, 1, 2, -1, 3, 3, 2), (0, 2))
 
 
@@ -443,21 +386,14 @@ _REST = "Tensor? dropout_seed, Tensor? input_bias"
 _ARGUMENTS = f"float dropout_p, float eps, bool unbiased, {_REST}"
 
 
-def _prepare_add(input, residual, *rest):
-    n = rest[0].numel()
-    parameters = (x.contiguous() if isinstance(x, Tensor) else x for x in rest)
-    return _rows(input, n), _rows(residual, n), *parameters
-
-
-def _prepare_add_backward(grad_normalized, grad_residual_out, weight, *rest):
-    n = weight.numel()
-    given = (x if not isinstance(x, Tensor) else x.contiguous() for x in (weight, *rest))
-    return _rows(grad_normalized, n), _rows(grad_residual_out, n), *given
+def _prepare_add(x, y, weight, *rest):
+    """Return the arguments of a forward or a backward with tensors as the kernels read them."""
+    given = (t.contiguous() if isinstance(t, Tensor) else t for t in (weight, *rest))
+    return _rows(x, weight.numel()), _rows(y, weight.numel()), *given
 
 
 def _fake_add(input, residual, weight, *_):
-    x, statistics = input.new_empty(input.shape), _statistics(input, list(weight.shape))
-    return x, torch.empty_like(x), statistics, torch.empty_like(statistics)
+    return *(input.new_empty(input.shape) for _ in range(2)), *_statistics(input, weight.shape)
 
 
 @register(
@@ -470,19 +406,18 @@ def _fake_add(input, residual, weight, *_):
 def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed, input_bias):
     """Launch the forward: (normalized, residual_out, mean [M], r [M])."""
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
-    return Forward(input, residual, weight, bias, input_bias, options)
+    return forward_plan(options, input, residual, weight, bias, input_bias)
 
 
-def _gradients(needs, residual_out, *parameters):
-    """Make uninitialised gradients of the input, the residual and the parameters."""
-    x = needs[0] or needs[1] or needs[-1]
-    rest = (_or_nothing(need, p, residual_out) for need, p in zip(needs[2:], parameters))
-    return *(_or_nothing(x, residual_out, residual_out) for _ in range(2)), *rest
+def _with_rows(needs):
+    """Return which gradients are wanted: those of the rows are computed together."""
+    rows = needs[0] or needs[1] or needs[-1]
+    return rows, rows, *needs[2:]
 
 
 def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
-    input_bias, residual_out, _, _, needs = rest[-5:]
-    return _gradients(needs, residual_out, weight, bias, input_bias)
+    input_bias, s, _, _, needs = rest[-5:]
+    return gradients_like(_with_rows(needs), s, s, weight, bias, input_bias)
 
 
 @register(
@@ -492,17 +427,15 @@ def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
     "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias, "
     "Tensor grad_input_bias)",
     _fake_add_backward,
-    _prepare_add_backward,
+    _prepare_add,
 )
 def add_backward(
     grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, seed, *rest
 ):
     """Launch one pass for all gradients, and add up the partial sums of the parameters'."""
-    _, residual_out, mean, reciprocal, needs = rest
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
-    given = grad_normalized, grad_residual_out, residual_out, weight, seed, mean, reciprocal
-    wanted = Needs(True, needs[0] or needs[1] or needs[4], *needs[2:])
-    plan = Backward(Given(*given), options, wanted)
+    needs = Needs(True, *_with_rows(rest[-1])[1:])
+    plan = Backward(options, needs, grad_normalized, grad_residual_out, rest[1], weight)
     return adapted(plan, (0, 1, 6, 2, 4, 7, 8, 2, 3, 5), (1, 0, 2, 3, 4))
 
 
@@ -516,13 +449,13 @@ def add_backward(
 def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed, input_bias):
     """Launch the forward: (normalized, residual_out, r [M])."""
     options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
-    plan = Forward(input, residual, weight, None, input_bias, options)
+    plan = forward_plan(options, input, residual, weight, input_bias=input_bias)
     return adapted(plan, (0, 1, 2, -1, 3, 4), (0, 1, 3))
 
 
 def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
-    input_bias, residual_out, _, needs = rest[-4:]
-    return _gradients(needs, residual_out, weight, input_bias)
+    input_bias, s, _, needs = rest[-4:]
+    return gradients_like(_with_rows(needs), s, s, weight, input_bias)
 
 
 @register(
@@ -531,15 +464,14 @@ def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
     "Tensor residual_out, Tensor reciprocal, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_input_bias)",
     _fake_add_rms_backward,
-    _prepare_add_backward,
+    _prepare_add,
 )
 def add_rms_backward(
     grad_normalized, grad_residual_out, weight, dropout_p, eps, seed, input_bias, *rest
 ):
     """Launch as `add_backward` does. r is passed for the mean, which no kernel reads."""
-    residual_out, r, needs = rest
     options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
-    given = Given(grad_normalized, grad_residual_out, residual_out, weight, seed, r, r)
-    wanted = Needs(True, needs[0] or needs[1] or needs[3], needs[2], False, needs[3])
-    plan = Backward(given, options, wanted)
+    _, rows, weights, bias = _with_rows(rest[-1])
+    needs = Needs(True, rows, weights, input_bias=bias)
+    plan = Backward(options, needs, grad_normalized, grad_residual_out, rest[0], weight)
     return adapted(plan, (0, 1, 5, 2, 3, 6, 6, 2, -1, 4), (1, 0, 2, 4))

@@ -30,19 +30,16 @@ from ..launch import (
     accumulator,
     architecture,
     constants,
-    on_device,
     planned,
     triton_dtype,
 )
 from ..products import linear
-from ..registration import register
+from ..registration import gradients_like, register
 from .kernels import Form, exist, load_formed, offsets_of, row_of, slope_of
 from .launchers import (
-    accumulate,
     as_gradients,
-    chunk_of,
+    by_chunks,
     configuration,
-    fake_gradients,
     gradients_of,
     group_size,
     reduced,
@@ -210,25 +207,22 @@ _OPTIONS = (
 )
 
 
-def _by_chunks(tensors: Any, options: Any, rows: Tensor, g: Any, sums: Any, wanted: Any) -> None:
-    """Fill the losses of the rows, and add to the wanted gradients, chunk of tokens by chunk."""
+def _of_chunks(tensors: Any, options: Any, rows: Tensor, g: Any, wanted: Any) -> list[Tensor]:
+    """Fill the losses of the rows, and return the wanted gradients, one chunk of tokens at a time.
+    g: the gradients of the losses, or None for 1.
+    """
     input, weight, teacher, teacher_weight, bias, teacher_bias, mask = tensors
-    m, n = rows.numel(), weight.shape[1]
-    x, y = input.reshape(m, n), teacher.reshape(m, teacher_weight.shape[1])
+    y = teacher.reshape(rows.numel(), teacher_weight.shape[1])
     mask = None if mask is None else mask.reshape(-1).contiguous()
-    chunk = chunk_of(x, len(weight))
-    with on_device(input):
-        for first in range(0, m, chunk):
-            part = slice(first, first + chunk)
-            student = linear(x[part], weight, bias)
-            logits = linear(y[part], teacher_weight, teacher_bias)
-            own, loss, of_losses = (None if z is None else z[part] for z in (mask, rows, g))
-            launch = _launch(student, logits, own, loss, of_losses, any(wanted), options)
-            more = loss if own is None else own, loss, loss if of_losses is None else of_losses
-            launch(student, logits, *more, student)
-            if any(wanted):
-                accumulate(student, x[part], weight, sums, wanted, part)
-            del student, logits  # before the logits of the next chunk
+
+    def use(student: Tensor, part: slice) -> None:
+        logits = linear(y[part], teacher_weight, teacher_bias)
+        own, loss, of_losses = (None if z is None else z[part] for z in (mask, rows, g))
+        launch = _launch(student, logits, own, loss, of_losses, any(wanted), options)
+        more = loss if own is None else own, loss, loss if of_losses is None else of_losses
+        launch(student, logits, *more, student)
+
+    return by_chunks(input, weight, bias, wanted, use)
 
 
 def _count(mask: Tensor | None, input: Tensor, like: Tensor) -> Tensor:
@@ -257,10 +251,9 @@ def forward(*arguments):
     wanted = [want and reduction != "none" for want in needs]
 
     def run(*tensors):
-        input, weight, _, _, bias, _, mask = tensors
+        input, *_, mask = tensors
         losses = input.new_empty(input.shape[:-1], dtype=accumulator(input))
-        sums = gradients_of(input, weight, bias, wanted)
-        _by_chunks(tensors, options, losses.view(-1), None, sums, wanted)
+        sums = _of_chunks(tensors, options, losses.view(-1), None, wanted)
         return reduced(losses, _count(mask, input, losses), reduction), *sums
 
     return run
@@ -270,28 +263,21 @@ def forward(*arguments):
     f"linear_kl_div_backward(Tensor grad_loss, {_OPTIONS}, Tensor sum_input, Tensor sum_weight, "
     "Tensor sum_bias, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
-    lambda grad_loss, *arguments: fake_gradients(
-        arguments[-1], arguments[0], arguments[1], arguments[4]
-    ),
+    lambda _, *given: gradients_like(given[-1], given[0], given[1], given[4]),
 )
 def backward(*arguments):
     """Scale the gradients of the forward; for none, compute them."""
     reduction, *options, _, _, _, needs = arguments[8:]
 
-    def run(grad_loss, *tensors):
+    def run(factor, *tensors):
         *tensors, dinput, dw, db = tensors
         input, weight, _, _, bias, _, mask = tensors
-        if reduction != "none":
-            factor = grad_loss
-            if reduction == "mean":  # finite if no row counts
-                factor = factor / _count(mask, input, grad_loss).clamp(min=1)
-            sums = [x * factor if need else x for x, need in zip((dinput, dw, db), needs)]
-        else:
-            sums = gradients_of(input, weight, bias, needs)
-            g = grad_loss.reshape(-1).contiguous()
-            unit, g, _ = without_underflow(input, g)
-            _by_chunks(tensors, options, torch.empty_like(g), g, sums, needs)
-            sums = sums if unit is None else [x * unit for x in sums]
-        return as_gradients(sums, (input, weight, bias), needs)
+        sums = dinput, dw, db
+        if reduction == "mean":  # finite if no row counts
+            factor = factor / _count(mask, input, factor).clamp(min=1)
+        elif reduction == "none":
+            factor, g, _ = without_underflow(input, factor.reshape(-1).contiguous())
+            sums = _of_chunks(tensors, options, torch.empty_like(g), g, needs)
+        return as_gradients(sums, factor, (input, weight, bias), needs)
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from ..launch import (
     unsupported_dtype,
 )
 from ..products import linear, matmul
-from ..registration import register
+from ..registration import gradients_like, register
 from ..tuned import TuningKey, choose, named
 from .kernels import Form, Labels, LossCase, LossStrides, gradient_kernel, loss_kernel
 
@@ -85,23 +85,21 @@ class Loss(NamedTuple):
         pad = self.ignore_index
         return Labels(self.v, pad, pad, on, off, on_log, off_log, self.z_loss)
 
-    def block(self, kernel: str, x: Tensor, smooth: bool, ahead: bool, weighted: bool) -> Any:
-        """Return the classes of a block and the warps, either measured or shipped."""
-        name = named(x.dtype, rows=len(x), classes=self.v) + " smooth" * smooth + " ahead" * ahead
-        name += " weighted" * weighted + " entropy" * self.entropy
-        shipped = configuration(self.v, architecture(x.device), 1 + (weighted or self.entropy))
-        tuning_key = TuningKey(
-            f"cross_entropy {kernel}", name, shipped, functools.partial(blocks, self.v)
-        )
-        return choose(x.device, tuning_key)
-
     def launch(self, kernel: Any, x: Tensor, dx: int, g: int, **case: bool) -> Launch:
         """Make the launch of a kernel for logits x [M, V]. dx, g: the strides of the gradients of
         the logits and of the losses, 0 without them.
         """
         labels = self.labels()
-        flags = labels.off > 0, case["ahead"], case["weighted"]
-        block, warps = self.block(kernel.fn.__name__.removesuffix("_kernel"), x, *flags)
+        smooth = labels.off > 0
+        flags = dict(case, smooth=smooth, entropy=self.entropy)
+        words = [x for x in ("smooth", "ahead", "weighted", "entropy") if flags[x]]
+        key = TuningKey(
+            f"cross_entropy {kernel.fn.__name__.removesuffix('_kernel')}",
+            " ".join((named(x.dtype, rows=len(x), classes=self.v), *words)),
+            configuration(self.v, architecture(x.device), 1 + (case["weighted"] or self.entropy)),
+            functools.partial(blocks, self.v),
+        )
+        block, warps = choose(x.device, key)
         group = group_size(x, block)
         strides = LossStrides(x.stride(0), g, dx)
         arguments: dict[str, Any] = dict(
@@ -113,8 +111,8 @@ class Loss(NamedTuple):
                 LossCase(
                     columns=block,
                     group=group,
-                    smooth=labels.off > 0,
-                    pad=labels.off > 0 and labels.pad >= 0,
+                    smooth=smooth,
+                    pad=smooth and labels.pad >= 0,
                     together=group < block and (strides.x - strides.dx) % group == 0,
                     acc=triton_dtype(accumulator(x)),
                     z=self.z_loss > 0,
@@ -127,61 +125,25 @@ class Loss(NamedTuple):
         )
         return Launch(kernel, (len(x),), arguments, warps)
 
-    def loss(
-        self,
-        x: Tensor,
-        target: Tensor,
-        loss: Tensor,
-        lse: Tensor,
-        totals: Tensor | None = None,
-        dx: Tensor | None = None,
-        weight: Tensor | None = None,
-        entropy: Tensor | None = None,
-        mean: bool = False,
-    ) -> None:
-        """Fill loss [M], lse and entropy [M] for the rows of logits x [M, V]. If dx [M, V] is
-        given, fill it with the gradients of the sum of the losses, or of their mean. dx may be x.
-        totals: what `_totals_of` returns, for a mean or with weights.
-        """
-        given = x, target, loss, lse, totals, dx, weight, entropy
-        launch = _loss_launch(self, given, mean)
-        optional = (lse, totals), (x, dx), (lse, weight), (lse, entropy)
-        launch(x, target, loss, lse, *(a if b is None else b for a, b in optional))
-
-    def gradient(
-        self,
-        x: Tensor,
-        target: Tensor,
-        lse: Tensor,
-        g: Tensor,
-        dx: Tensor,
-        totals: Tensor | None = None,
-        weight: Tensor | None = None,
-        g_entropy: Tensor | None = None,
-    ) -> None:
-        """Fill dx [M, V], which may be x, from the gradients of the losses, g [M], and of the
-        entropies, g_entropy [M].
-        """
-        given = x, target, lse, g, totals, dx, weight, g_entropy
-        launch = _gradient_launch(self, given)
-        optional = (lse, totals), (dx, dx), (lse, weight), (lse, g_entropy)
-        launch(x, target, lse, g, *(a if b is None else b for a, b in optional))
-
 
 @planned
-def _loss_launch(loss: Loss, tensors: tuple[Any, ...], mean: bool) -> Launch:
-    """Make the launch of `Loss.loss` for tensors in the order of the kernel's pointers."""
-    x, *_, dx, weight, _ = tensors
-    case = dict(mean=mean, ahead=dx is not None, weighted=weight is not None)
-    return loss.launch(loss_kernel, x, 0 if dx is None else dx.stride(0), 0, **case)
-
-
-@planned
-def _gradient_launch(loss: Loss, tensors: tuple[Any, ...]) -> Launch:
-    """Make the launch of `Loss.gradient` for tensors in the order of the kernel's pointers."""
+def _loss_launch(loss: Loss, backward: bool, tensors: tuple[Any, ...]) -> Launch:
+    """Make the launch of a chunk, for the tensors that `_run` takes."""
     x, _, _, g, _, dx, weight, _ = tensors
-    case = dict(mean=False, ahead=False, weighted=weight is not None)
-    return loss.launch(gradient_kernel, x, dx.stride(0), _stride_of(g), **case)
+    case = dict(mean=False, ahead=not backward and dx is not None, weighted=weight is not None)
+    kernel, stride = (gradient_kernel, _stride_of(g)) if backward else (loss_kernel, 0)
+    return loss.launch(kernel, x, 0 if dx is None else dx.stride(0), stride, **case)
+
+
+def _run(loss: Loss, backward: bool, *tensors: Any) -> None:
+    """Launch a kernel on a chunk. The tensors are those of its pointers, of which the gradient of
+    the logits, the weights and what is of entropies may be None.
+    """
+    launch = _loss_launch(loss, backward, tensors)
+    *given, dx, weight, entropy = tensors
+    x, lse = tensors[0], tensors[2 if backward else 3]
+    optional = (x, dx), (lse, weight), (lse, entropy)
+    launch(*given, *(a if b is None else b for a, b in optional))
 
 
 def _stride_of(g: Tensor) -> int:
@@ -306,10 +268,6 @@ def forward(logits, target, *options):
     return run
 
 
-def _fake_backward(grad_loss, grad_entropy, logits, *_):
-    return logits.new_empty(logits.shape)
-
-
 _BACKWARD = (
     f"Tensor grad_loss, Tensor? grad_entropy, Tensor logits, Tensor target, {_OPTIONS}, "
     "Tensor lse, Tensor totals"
@@ -327,7 +285,7 @@ def _prepare_backward(grad_loss, grad_entropy, logits, *rest):
 
 @register(
     f"cross_entropy_backward({_BACKWARD}, bool[] needs) -> (Tensor grad_logits)",
-    _fake_backward,
+    lambda grad_loss, grad_entropy, logits, *_: logits.new_empty(logits.shape),
     _prepare_backward,
 )
 def backward(*arguments):
@@ -386,13 +344,9 @@ def _of_entropy(loss: Loss, grad_entropy: Tensor | None, lse: Tensor) -> Tensor 
 # ---------------------------------------------------------------------------- of a linear layer
 
 
-def chunk_of(x: Tensor, v: int) -> int:
-    """Return how many rows of logits are held at a time, for x [M, N] and V classes."""
-    return _chunk_of(x, v, CHUNK)
-
-
 @planned
 def _chunk_of(x: Tensor, v: int, shipped: int) -> int:
+    """Return how many rows of logits are held at a time, for x [M, N] and V classes."""
     name = named(x.dtype, rows=len(x), features=x.shape[1], classes=v)
     options = [(rows,) for rows in CHUNKS]
     key = TuningKey("linear_cross_entropy chunk", name, (shipped,), lambda: options)
@@ -416,16 +370,33 @@ def gradients_of(input, weight, bias, wanted) -> list[Tensor]:
     ]
 
 
-def accumulate(dx, x, weight, sums, wanted, part) -> None:
-    """Write a chunk's rows of dinput, and add to dw and db what the chunk contributes."""
+def by_chunks(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+    use: Callable[[Tensor, slice], None],
+) -> list[Tensor]:
+    """Compute the logits of a chunk of tokens at a time, and return the wanted gradients of input,
+    weight and bias. use(logits, part) takes the logits of a slice of the tokens, and overwrites
+    them by their gradients if any are wanted.
+    """
+    x = input.reshape(input.shape[:-1].numel(), weight.shape[1])
+    sums, chunk = gradients_of(input, weight, bias, wanted), _chunk_of(x, len(weight), CHUNK)
     dinput, dw, db = sums
-    if wanted[0]:
-        rows = dinput.view(dinput.shape[:-1].numel(), weight.shape[1])
-        matmul(dx, weight, out=rows[part])
-    if wanted[1]:
-        dw += _wide_product(dx.t(), x, dw.dtype)
-    if wanted[2]:
-        db += dx.sum(0, dtype=db.dtype)
+    with on_device(input):
+        for first in range(0, len(x), chunk):
+            part = slice(first, first + chunk)
+            logits = linear(x[part], weight, bias)
+            use(logits, part)
+            if wanted[0]:
+                matmul(logits, weight, out=dinput.view(x.shape)[part])
+            if wanted[1]:
+                dw += _wide_product(logits.t(), x[part], dw.dtype)
+            if wanted[2]:
+                db += logits.sum(0, dtype=db.dtype)
+            del logits  # before those of the next chunk
+    return sums
 
 
 def _sums_ahead(reduction: str, entropy: bool) -> bool:
@@ -464,47 +435,41 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
     of tokens by chunk.
     """
     *options, return_argmax, needs = rest
-    v, n = linear_weight.shape
-    (loss, reduction), dtype = _loss_of(v, options), accumulator(input)
+    (loss, reduction), dtype = _loss_of(len(linear_weight), options), accumulator(input)
     wanted = [want and _sums_ahead(reduction, loss.entropy) for want in needs]
     m, shape = target.numel(), target.shape
 
     def run(input, linear_weight, target, linear_bias, weight):
-        x, flat = input.reshape(m, n), target.view(-1)
+        flat = target.view(-1)
         losses = input.new_empty(shape, dtype=dtype)
         lse = losses.new_empty(m, 3 if loss.entropy else 2)
         entropy = losses.new_empty(shape if loss.entropy else 0)
         argmax = target.new_empty(shape if return_argmax else 0)
-        sums = gradients_of(input, linear_weight, linear_bias, wanted)
-        totals, chunk = _totals_of(flat, loss, reduction, weight, dtype), chunk_of(x, v)
+        totals = _totals_of(flat, loss, reduction, weight, dtype)
         rows, entropies = losses.view(-1), entropy.view(-1) if loss.entropy else None
-        with on_device(input):
-            for first in range(0, m, chunk):
-                part = slice(first, first + chunk)
-                logits = linear(x[part], linear_weight, linear_bias)
-                if return_argmax:  # before the kernel overwrites the logits
-                    torch.argmax(logits, -1, out=argmax.view(-1)[part])
-                # the gradients of the sum: those of the mean would underflow in float16
-                more = totals, logits if any(wanted) else None, weight
-                of_rows = None if entropies is None else entropies[part]
-                loss.loss(logits, flat[part], rows[part], lse[part], *more, of_rows)
-                if any(wanted):
-                    accumulate(logits, x[part], linear_weight, sums, wanted, part)
-                del logits, more  # before the logits of the next chunk
+
+        def use(logits, part):
+            if return_argmax:  # before the kernel overwrites the logits
+                torch.argmax(logits, -1, out=argmax.view(-1)[part])
+            # the gradients of the sum: those of the mean would underflow in float16
+            more = totals, logits if any(wanted) else None, weight
+            of_rows = None if entropies is None else entropies[part]
+            _run(loss, False, logits, flat[part], rows[part], lse[part], *more, of_rows)
+
+        sums = by_chunks(input, linear_weight, linear_bias, wanted, use)
         return reduced(losses, totals, reduction), entropy, argmax, lse, totals, *sums
 
     return run
 
 
-def fake_gradients(needs, *inputs):
-    none = inputs[0].new_empty(0)
-    return tuple(x.new_empty(x.shape) if need else none.clone() for need, x in zip(needs, inputs))
-
-
-def as_gradients(sums, likes, needs):
-    """Return the sums in the dtypes of the inputs, without elements where they are not needed."""
-    given = zip(sums, likes, needs)
-    return tuple(x.to(y.dtype) if need else likes[0].new_empty(0) for x, y, need in given)
+def as_gradients(sums, factor, likes, needs):
+    """Return the sums times a factor, if there is one, in the dtypes of the inputs; without
+    elements where they are not needed.
+    """
+    return tuple(
+        (x if factor is None else x * factor).to(y.dtype) if need else likes[0].new_empty(0)
+        for x, y, need in zip(sums, likes, needs)
+    )
 
 
 def without_underflow(input: Tensor, g: Tensor, more: Tensor | None = None) -> tuple[Any, ...]:
@@ -529,7 +494,7 @@ def _prepare_linear_backward(grad_loss, grad_entropy, *rest):
     f"linear_cross_entropy_backward(Tensor grad_loss, Tensor? grad_entropy, {_LINEAR}, Tensor lse, "
     "Tensor totals, Tensor sum_input, Tensor sum_weight, Tensor sum_bias, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
-    lambda _, __, input, linear_weight, target, linear_bias, *rest: fake_gradients(
+    lambda _, __, input, linear_weight, ___, linear_bias, *rest: gradients_like(
         rest[-1], input, linear_weight, linear_bias
     ),
     _prepare_linear_backward,
@@ -539,43 +504,25 @@ def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linea
     with entropies, compute them one chunk of tokens at a time.
     """
     *options, _, _, _, _, _, _, needs = rest
-    v, n = linear_weight.shape
-    loss, reduction = _loss_of(v, options)
-    m, shape = target.numel(), target.shape
+    loss, reduction = _loss_of(len(linear_weight), options)
+    shape = target.shape
 
-    def run(
-        grad_loss,
-        grad_entropy,
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        lse,
-        totals,
-        *sums,
-    ):
+    def run(grad_loss, grad_entropy, input, linear_weight, target, linear_bias, *rest):
+        weight, lse, totals, *sums = rest
         factor = grad_loss
         if reduction == "mean":  # finite if every target is ignored
             divisor = totals.view(-1)[0]
             factor = factor / divisor.where(divisor != 0, 1)
-        if _sums_ahead(reduction, loss.entropy):
-            sums = [x * factor if need else x for x, need in zip(sums, needs)]
-        else:
-            x, flat = input.reshape(m, n), target.view(-1)
-            g = factor.expand(shape).reshape(-1).contiguous()
-            unit, g, g_entropy = without_underflow(input, g, _of_entropy(loss, grad_entropy, lse))
-            sums, chunk = gradients_of(input, linear_weight, linear_bias, needs), chunk_of(x, v)
-            with on_device(input):
-                for first in range(0, m, chunk):
-                    part = slice(first, first + chunk)
-                    logits = linear(x[part], linear_weight, linear_bias)
-                    of_rows = None if g_entropy is None else g_entropy[part]
-                    more = logits, totals, weight, of_rows
-                    loss.gradient(logits, flat[part], lse[part], g[part], *more)
-                    accumulate(logits, x[part], linear_weight, sums, needs, part)
-                    del logits, more
-            sums = sums if unit is None else [x * unit for x in sums]
-        return as_gradients(sums, (input, linear_weight, linear_bias), needs)
+        if not _sums_ahead(reduction, loss.entropy):
+            flat, g = target.view(-1), factor.expand(shape).reshape(-1).contiguous()
+            g_entropy = _of_entropy(loss, grad_entropy, lse)
+            factor, g, g_entropy = without_underflow(input, g, g_entropy)
+
+            def use(logits, part):
+                more = totals, logits, weight, None if g_entropy is None else g_entropy[part]
+                _run(loss, True, logits, flat[part], lse[part], g[part], *more)
+
+            sums = by_chunks(input, linear_weight, linear_bias, needs, use)
+        return as_gradients(sums, factor, (input, linear_weight, linear_bias), needs)
 
     return run

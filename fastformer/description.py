@@ -107,10 +107,6 @@ _PADDED = [name for name in Attention._fields if name in _BY_NAME]
 SCHEMA = ", ".join(f"{_BY_NAME[name].schema} {name}" for name in _PADDED)
 PACKED_SCHEMA = SCHEMA + ", Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k"
 PADDED_OPTIONS = tuple(option.name for option in OPTIONS if not option.packed)
-_TENSORS = [n for n in _PADDED if _BY_NAME[n].schema == "Tensor?"] + [
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-]
 
 
 _WINDOW = Attention._fields.index("window")

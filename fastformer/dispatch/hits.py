@@ -66,12 +66,17 @@ def as_key(x: Any) -> tuple[Any, ...]:
     if kind in TENSORS:
         layout = x.shape, x.stride(), x.dtype, x.device, x.requires_grad
         return *layout, x.is_neg(), alignment(x)
-    return (kind, *x, *map(type, x)) if kind in SEQUENCES else (kind, x)
+    # The types first: a tensor in a sequence is not compared.
+    return (kind, *map(type, x), *x) if kind in SEQUENCES else (kind, x)
 
 
 def first_tensor(values: Sequence[Any]) -> Any:
-    """Return the first tensor among the arguments of a call; None without one."""
-    return next((x for x in values if type(x) in TENSORS), None)
+    """Return the first floating tensor among the arguments of a call; without one, the first
+    tensor; None without any.
+    """
+    tensors = [x for x in values if type(x) in TENSORS]
+    floating = (x for x in tensors if x.is_floating_point())
+    return next(floating, tensors[0] if tensors else None)
 
 
 def is_known(x: Any) -> bool:
@@ -81,7 +86,10 @@ def is_known(x: Any) -> bool:
     if type(x) in TENSORS:
         if x.layout is not torch.strided or x.is_nested or x.is_neg():
             return False
-        return x.data_ptr() != 0 or x.numel() == 0
+        try:
+            return x.data_ptr() != 0 or x.numel() == 0
+        except RuntimeError:  # a transform wraps the tensor
+            return False
     return type(x) in _PLAIN or (type(x) in SEQUENCES and _PLAIN.issuperset(map(type, x)))
 
 
@@ -98,10 +106,11 @@ def hit(
     known: dict[str, Any] = dict(own=backend, names=[*options], key=as_key, grad_mode=_grad_mode)
     tests, tensors = [f"grad_mode() is not {_grad_mode()}"], dict[str, Tensor]()
     for i, x in enumerate(values):
+        known[f"t{i}"] = type(x)
         if type(x) not in TENSORS:
             known |= {f"c{i}": x, f"k{i}": as_key(x)}
             other = "True" if type(x) is list else f"x{i} is not c{i}"  # a list may change
-            tests.append(f"{other} and key(x{i}) != k{i}")
+            tests.append(f"{other} and (type(x{i}) is not t{i} or key(x{i}) != k{i})")
             continue
         same = next((k for k, y in tensors.items() if y is x), None)
         if same is not None:  # torch's guards refuse a tensor in two places
@@ -109,7 +118,6 @@ def hit(
             continue
         tensors[f"x{i}"] = x
         tests.append(f"type(x{i}) is not t{i} or x{i}.is_nested")
-        known[f"t{i}"] = type(x)
     tests.append(f"not fit({', '.join(tensors)})")
     known["fit"] = guard([*tensors.values()])
     first = first_tensor(values)

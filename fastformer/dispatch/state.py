@@ -131,23 +131,28 @@ def _inherited() -> str | None:
 def unwatched_backend() -> str | None:
     """Return `current_backend()`, or None if something watches or changes the calls of this thread
     that the guards of a plan do not see: a function mode, a profiler, an observer, a log of the
-    choices, forward-mode differentiation, `use_formula`, or the first call of another plan.
-    torch.compile is not among them.
+    choices, forward-mode differentiation, `use_formula`, `batch_invariant`, or the first call of
+    another plan. torch.compile is not among them.
     """
-    if _functions() > 0 or _profiles() or forward_ad._current_level >= 0 or _logs(logging.INFO):
+    if (
+        _functions() > 0
+        or _profiles()
+        or forward_ad._current_level >= 0
+        or (batch_invariance.entered and on())
+        or _logs(logging.INFO)
+    ):
         return None
     return state.plain or (None if state.watched else current_backend())
 
 
 def is_transformed(by_autocast: bool = True) -> bool:
     """Return whether something watches or changes the calls of this thread that the guards of a
-    plan see: a dispatch mode, autocast unless it does not count, a transform of torch.func,
-    torch.jit.trace, or `batch_invariant`.
+    plan see: a dispatch mode, autocast unless it does not count, a transform of torch.func, or
+    torch.jit.trace.
     """
     return (
         _modes() > 0
         or (by_autocast and _autocasts())
         or _transforms() is not None
         or _traces() is not None
-        or (batch_invariance.entered and on())
     )

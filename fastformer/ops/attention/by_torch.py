@@ -87,16 +87,12 @@ def torch_op(
     else:
         return None
 
-    # Where torch's op is not a fused one, its output is contiguous.
-    by_fused = not p and (bias is None or not bias.requires_grad)
     mask = bias if attention.attn_mask is None else attention.attn_mask
     fits = not others or mask is None or mask.dim() in (2, 4)
 
     def run(*tensors: Tensor) -> Any:
         out = attend(*tensors) if fits else attend(*tensors[:3], _fitting(tensors[3]))
-        if out is None:
-            return by_formula(*tensors)
-        return out if by_fused else in_order_of(tensors[0], out)
+        return by_formula(*tensors) if out is None else out
 
     return run
 
@@ -234,6 +230,16 @@ def _biased(
 def _fitting(mask: Tensor) -> Tensor:
     """Return a view of a mask of 1 or 3 dimensions with 2 or 4, which torch's fused op takes."""
     return mask[None] if mask.dim() == 3 else mask.view(1, -1)
+
+
+def keeps_order(query: Tensor, value: Tensor, attention: Attention) -> bool:
+    """Return whether the output of torch's op has the order of `in_order_of`: that of its fused op
+    has the order of the query, any other is contiguous.
+    """
+    bias, made = attention.bias, torch.empty_like(query, device="meta")
+    fused = not attention.dropout_p and (bias is None or not bias.requires_grad)
+    fused &= value.shape[3] == query.shape[3]
+    return fused and in_order_of(query, made).stride() == made.stride()
 
 
 def in_order_of(query: Tensor, x: Tensor) -> Tensor:

@@ -40,7 +40,10 @@ def _direct(
         described = without._replace(attn_mask=x) if masked else without._replace(bias=x)
         return reference.scaled_dot_product_attention(query, key, value, described)
 
-    return by_torch.torch_op(query, key, value, attention, by_formula)
+    run = by_torch.torch_op(query, key, value, attention, by_formula)
+    if run is None or by_torch.keeps_order(query, value, attention):
+        return run
+    return lambda query, *others: by_torch.in_order_of(query, run(query, *others))
 
 
 def _suits_torch(arguments: Arguments) -> bool:

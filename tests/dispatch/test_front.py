@@ -572,6 +572,45 @@ def test_transforms_before_and_after_there_is_a_plan(backend):
             torch.testing.assert_close(have, want)
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_tensors_that_a_transform_wraps(backend):
+    """They have no memory: in place of an argument that was None, and as incoming gradients."""
+    x, w, b = torch.randn(4, 8, requires_grad=True), torch.randn(8), torch.randn(2, 8)
+    with ff.use_backend(backend):
+        for _ in range(3):
+            ff.layer_norm(x.detach(), (8,), w, None)
+            y = ff.layer_norm(x, (8,), w, None)
+        (found,) = [torch.func.grad(lambda b: ff.layer_norm(x, (8,), w, b).sum())(b[0])]
+        assert torch.equal(found, torch.full((8,), 4.0))
+        found = torch.func.vmap(lambda b: ff.layer_norm(x.detach(), (8,), w, b))(b)
+        torch.testing.assert_close(found, y + b[:, None])
+        many = torch.randn(2, 4, 8)
+        (found,) = torch.autograd.grad(y, [x], many, retain_graph=True, is_grads_batched=True)
+        for have, cotangent in zip(found, many):
+            torch.testing.assert_close(have, *grads(y, [x], cotangent, retain_graph=True))
+
+
+def test_batch_invariant_below_another_mode():
+    """Where the mode of the context does not stand, as within an op that it sees."""
+    with Ops():
+        mode = torch.utils._python_dispatch._disable_current_modes
+        with mode():
+            for _ in range(3):
+                ff.layer_norm(X, 8)
+    with ff.batch_invariant(), mode(), pytest.raises(RuntimeError, match="batch_invariant"):
+        ff.layer_norm(X, 8)
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1, 3), (0, 1, 3, 2), (3, 0, 1, 2), (1, 0, 2, 3)])
+def test_the_memory_of_an_output_is_that_of_the_long_way(order):
+    """Also where torch's own op would keep another order of the query."""
+    places = [order.index(i) for i in range(4)]
+    q = torch.randn([(2, 3, 20, 8)[i] for i in order]).permute(places)
+    found = [SDPA(q, q, q, mask).stride() for mask in (None, torch.ones(20, 20) > 0)]
+    with backends.observe(lambda choice: None):
+        assert found == [SDPA(q, q, q, mask).stride() for mask in (None, torch.ones(20, 20) > 0)]
+
+
 class Named(torch.Tensor):
     pass
 
@@ -765,6 +804,11 @@ def test_switches_make_plans_of_their_own():
                 made.append((made_by(lambda: attend(X)), made_by(lambda: attend(low))))
         finally:
             matmul.fp32_precision = before
+        mask_first = lambda: SDPA(attn_mask=MASK, query=X, key=X, value=X)  # noqa: E731
+        assert made_by(mask_first) == 1
+        matmul.fp32_precision = "tf32"
+        assert made_by(mask_first) == 1
+        matmul.fp32_precision = before
     assert made == [(1, 1), (1, 0), (0, 0), (0, 0)]
     for backend, n in (("triton", 0), ("reference", 1), ("auto", 1), ("reference", 0)):
         with ff.use_backend(backend):

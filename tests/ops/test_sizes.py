@@ -466,6 +466,7 @@ def test_partial_sums_past_int32(places, random, monkeypatch, wide):
         plan = former(*arguments)
         assert plan.partial[0] == (2, MANY, FEATURES)
         plan.partial = norm.dense((2, 1, FEATURES))  # the kernel is not told
+        plan.add_up = norm.sums_launch(2, 1, FEATURES)
         launch = getattr(plan, kernel)
         setattr(plan, kernel, lambda *x: given.append(x) or launch(*x))
         return plan

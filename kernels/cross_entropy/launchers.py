@@ -211,10 +211,13 @@ def _loss_of(v: int, options: Sequence[Any]) -> Loss:
     return Loss(v, *fields)
 
 
-def _as_read(dtype: torch.dtype, target: Tensor, *options: Any) -> tuple[Any, ...]:
-    """Return the target and the options, with the weights in the dtype of the sums: contiguous."""
-    weight = options[4] if options[4] is None else options[4].to(dtype).contiguous()
-    return target.contiguous(), *options[:4], weight, *options[5:]
+def _as_read(dtype: torch.dtype, target: Tensor, *rest: Any) -> list[Any]:
+    """Return the target, the options and the tensors behind them: contiguous, and the weights in
+    the dtype of the sums.
+    """
+    weight = None if rest[4] is None else rest[4].to(dtype)
+    given = target, *rest[:4], weight, *rest[5:]
+    return [x.contiguous() if isinstance(x, Tensor) else x for x in given]
 
 
 def _fake_statistics(x, target, options) -> tuple[Tensor, ...]:
@@ -280,10 +283,8 @@ _BACKWARD = (
 def _prepare_backward(grad_loss, grad_entropy, logits, *rest):
     dtype = accumulator(logits)
     grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
-    x = as_rows(logits, logits.shape[-1])
-    *rest, lse, totals, last = rest
-    given = as_rows(grad_loss.to(dtype), 1), grad_entropy, x, *_as_read(dtype, *rest)
-    return *given, lse.contiguous(), totals.contiguous(), last
+    x, (*rest, last) = as_rows(logits, logits.shape[-1]), rest  # last: it may be written into
+    return as_rows(grad_loss.to(dtype), 1), grad_entropy, x, *_as_read(dtype, *rest), last
 
 
 @register(
@@ -480,13 +481,6 @@ def without_underflow(input: Tensor, g: Tensor, more: Tensor | None = None) -> t
     return unit, g / unit, None if more is None else more / unit
 
 
-def _prepare_linear_backward(grad_loss, grad_entropy, *rest):
-    *rest, lse, totals, sum_input, sum_weight, sum_bias, needs = rest
-    sums = sum_input, sum_weight, sum_bias
-    given = grad_loss, grad_entropy, *_prepare_linear(*rest)
-    return *given, lse.contiguous(), totals.contiguous(), *sums, needs
-
-
 @register(
     f"linear_cross_entropy_backward(Tensor grad_loss, Tensor? grad_entropy, {_LINEAR}, Tensor lse, "
     "Tensor totals, Tensor sum_input, Tensor sum_weight, Tensor sum_bias, bool[] needs) "
@@ -494,7 +488,7 @@ def _prepare_linear_backward(grad_loss, grad_entropy, *rest):
     lambda _, __, input, linear_weight, ___, linear_bias, *rest: gradients_like(
         rest[-1], input, linear_weight, linear_bias
     ),
-    _prepare_linear_backward,
+    lambda grad_loss, grad_entropy, *rest: (grad_loss, grad_entropy, *_prepare_linear(*rest)),
 )
 def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linear_bias, *rest):
     """Scale the gradients of the forward by grad_loss, and for mean by 1 / divisor. For none, and

@@ -93,9 +93,9 @@ class Options(NamedTuple):
 
     n: int
     eps: float
-    unbiased: bool = False
-    rms: bool = False
-    dropout_p: float = 0.0
+    unbiased: bool
+    rms: bool
+    dropout_p: float
 
 
 def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> NormTiles:

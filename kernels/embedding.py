@@ -39,7 +39,7 @@ from .launch import (
     unit_stride,
     unsupported_dtype,
 )
-from .registration import register
+from .registration import gradients_like, register
 from .tuned import TuningKey, choose, flags, named
 
 
@@ -195,14 +195,6 @@ def forward(tokens, weight, positional, dropout_p, scale, padding_idx, dropout_s
     return run
 
 
-def _fake_backward(grad_output, tokens, weight, positional, *rest):
-    needs = rest[-1]
-    return (
-        weight.new_empty(weight.shape if needs[0] else 0),
-        positional.new_empty(positional.shape) if needs[1] else weight.new_empty(0),
-    )
-
-
 def _prepare_backward(grad_output, *rest):
     n = grad_output.shape[-1]
     return (as_rows(grad_output, n) if grad_output.numel() else grad_output), *rest
@@ -211,7 +203,7 @@ def _prepare_backward(grad_output, *rest):
 @register(
     f"embed_backward(Tensor grad_output, {_ARGUMENTS}, bool[] needs) "
     "-> (Tensor grad_weight, Tensor grad_positional)",
-    _fake_backward,
+    lambda _, __, weight, positional, *rest: gradients_like(rest[-1], weight, positional),
     _prepare_backward,
 )
 def backward(grad_output, tokens, weight, positional, dropout_p, scale, padding_idx, seed, needs):

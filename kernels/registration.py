@@ -18,7 +18,9 @@ _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 def register(
-    schema: str, fake: Callable[..., Any], prepare: Callable[..., Any] | None = None
+    schema: str,
+    fake: Callable[..., Any],
+    prepare: Callable[..., Any] = lambda *arguments: arguments,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register the op `fastformer::<schema>`, given a function that makes the plan of a call from
     its arguments. A plan is called with the tensors of the schema, None for those left out, and
@@ -40,12 +42,18 @@ def register(
         tensors = getter(places)
 
         def make_plan(*arguments: Any) -> Any:
-            if prepare is not None:
-                prepared = prepare(*arguments)
-                if any(arguments[i] is not prepared[i] for i in places):
-                    constants = [None if isinstance(x, Tensor) else x for x in arguments]
-                    return _prepares(constants, places, lambda *x: launch(*prepare(*x)))
-            return make(*arguments)
+            prepared = prepare(*arguments)
+            if all(arguments[i] is prepared[i] for i in places):
+                return make(*arguments)
+            constants = [None if isinstance(x, Tensor) else x for x in arguments]
+
+            def of_copies(*tensors: Any) -> Any:
+                given = constants.copy()
+                for i, x in zip(places, tensors):
+                    given[i] = x
+                return launch(*prepare(*given))
+
+            return of_copies
 
         of_many_sizes = [i for i in places if given[i].name == "mask_bits"]
         plan = planned(make_plan, name, of_many_sizes)
@@ -80,15 +88,3 @@ def gradients_like(needs: Sequence[bool], *inputs: Any) -> tuple[Tensor, ...]:
         x.new_empty(x.shape) if need and x is not None else inputs[0].new_empty(0)
         for need, x in zip(needs, inputs)
     )
-
-
-def _prepares(constants: list[Any], places: list[int], run: Callable[..., Any]) -> Any:
-    """Return a plan that calls `run` with all arguments."""
-
-    def plan(*tensors: Any) -> Any:
-        arguments = constants.copy()
-        for i, x in zip(places, tensors):
-            arguments[i] = x
-        return run(*arguments)
-
-    return plan

@@ -63,16 +63,23 @@ def group_size(x: Tensor, block: int) -> int:
 
 
 class Loss(NamedTuple):
-    """The loss of a call with V classes, and which statistics of the logits it takes."""
+    """The loss of a call with V classes: the options of an op, and what it returns beside."""
 
     v: int
+    reduction: str
     ignore_index: int
     amount: float
     kind: str
-    z_loss: float = 0.0
-    softcap: float | None = None
-    temperature: float = 1.0
-    entropy: bool = False
+    weighted: bool
+    z_loss: float
+    softcap: float | None
+    temperature: float
+    entropy: bool
+
+    @property
+    def sums_ahead(self) -> bool:
+        """Whether a linear forward computes the gradients: those of all rows have one factor."""
+        return self.reduction != "none" and not self.entropy
 
     def labels(self) -> Labels:
         """Return the target distribution."""
@@ -85,18 +92,18 @@ class Loss(NamedTuple):
         pad = self.ignore_index
         return Labels(self.v, pad, pad, on, off, on_log, off_log, self.z_loss)
 
-    def launch(self, kernel: Any, x: Tensor, dx: int, g: int, **case: bool) -> Launch:
+    def launch(self, kernel: Any, x: Tensor, dx: int, g: int, ahead: bool, mean: bool) -> Launch:
         """Make the launch of a kernel for logits x [M, V]. dx, g: the strides of the gradients of
         the logits and of the losses, 0 without them.
         """
         labels = self.labels()
-        smooth = labels.off > 0
-        flags = dict(case, smooth=smooth, entropy=self.entropy)
-        words = [x for x in ("smooth", "ahead", "weighted", "entropy") if flags[x]]
+        smooth, weighted, entropy = labels.off > 0, self.weighted, self.entropy
+        flags = dict(smooth=smooth, ahead=ahead, weighted=weighted, entropy=entropy)
+        words = [word for word, there in flags.items() if there]
         key = TuningKey(
             f"cross_entropy {kernel.fn.__name__.removesuffix('_kernel')}",
             " ".join((named(x.dtype, rows=len(x), classes=self.v), *words)),
-            configuration(self.v, architecture(x.device), 1 + (case["weighted"] or self.entropy)),
+            configuration(self.v, architecture(x.device), 1 + (weighted or entropy)),
             functools.partial(blocks, self.v),
         )
         block, warps = choose(x.device, key)
@@ -111,15 +118,14 @@ class Loss(NamedTuple):
                 LossCase(
                     columns=block,
                     group=group,
-                    smooth=smooth,
                     pad=smooth and labels.pad >= 0,
                     together=group < block and (strides.x - strides.dx) % group == 0,
                     acc=triton_dtype(accumulator(x)),
                     z=self.z_loss > 0,
                     softcap=self.softcap is not None,
                     scale=self.temperature != 1,
-                    entropy=self.entropy,
-                    **case,
+                    mean=mean,
+                    **flags,
                 )
             ),
         )
@@ -129,10 +135,10 @@ class Loss(NamedTuple):
 @planned
 def _loss_launch(loss: Loss, backward: bool, tensors: tuple[Any, ...]) -> Launch:
     """Make the launch of a chunk, for the tensors that `_run` takes."""
-    x, _, _, g, _, dx, weight, _ = tensors
-    case = dict(mean=False, ahead=not backward and dx is not None, weighted=weight is not None)
+    x, _, _, g, _, dx, *_ = tensors
     kernel, stride = (gradient_kernel, _stride_of(g)) if backward else (loss_kernel, 0)
-    return loss.launch(kernel, x, 0 if dx is None else dx.stride(0), stride, **case)
+    ahead = not backward and dx is not None
+    return loss.launch(kernel, x, 0 if dx is None else dx.stride(0), stride, ahead, mean=False)
 
 
 def _run(loss: Loss, backward: bool, *tensors: Any) -> None:
@@ -151,22 +157,20 @@ def _stride_of(g: Tensor) -> int:
     return row_stride(g, 1) if g.numel() > 1 else 0
 
 
-def _totals_of(
-    target: Tensor, loss: Loss, reduction: str, weight: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def _totals_of(target: Tensor, loss: Loss, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the `Totals` of the rows of a target: [1], or [3] with weights [V]; without elements
     if no kernel reads them.
     """
-    kept = target != loss.ignore_index
+    kept, mean = target != loss.ignore_index, loss.reduction == "mean"
     if weight is None:
-        if reduction == "mean":
+        if mean:
             return kept.sum().to(dtype)
         return target.new_empty_strided((0,), (1,), dtype=dtype)
     of_targets = (weight[target.where(kept, 0)] * kept).sum()
     rows, pad, one = kept.sum(), loss.labels().pad, torch.ones_like(of_targets)
-    z_factor = of_targets / rows.clamp(min=1) if reduction == "mean" else one
+    z_factor = of_targets / rows.clamp(min=1) if mean else one
     smoothed = weight.sum() - (weight[pad] if pad >= 0 else 0)
-    if reduction == "mean":  # nan for weights of 0 alone, as in torch: smoothing may divide more
+    if mean:  # nan for weights of 0 alone, as in torch: smoothing may divide more
         of_targets = of_targets / ((of_targets != 0) | (rows == 0))
     return torch.stack([of_targets, z_factor, smoothed])
 
@@ -201,16 +205,19 @@ def _may_write_ahead(logits: Tensor, reduction: str, entropy: bool) -> bool:
     return reduction == "mean" and not entropy and logits.dtype != torch.float16
 
 
-def _loss_of(v: int, options: Sequence[Any]) -> tuple[Loss, str]:
-    """Return the loss that the options of an op ask for, and its reduction."""
-    reduction, ignore_index, amount, kind, _, *more = options
-    return Loss(v, ignore_index, amount, kind, *more), reduction
+def _loss_of(v: int, options: Sequence[Any]) -> Loss:
+    """Return the loss that the options of an op ask for."""
+    fields = *options[:4], options[4] is not None, *options[5:]
+    return Loss(v, *fields)
 
 
-def _as_read(dtype: torch.dtype, target: Tensor, *options: Any) -> tuple[Any, ...]:
-    """Return the target and the options, with the weights in the dtype of the sums: contiguous."""
-    weight = options[4] if options[4] is None else options[4].to(dtype).contiguous()
-    return target.contiguous(), *options[:4], weight, *options[5:]
+def _as_read(dtype: torch.dtype, target: Tensor, *rest: Any) -> list[Any]:
+    """Return the target, the options and the tensors behind them: contiguous, and the weights in
+    the dtype of the sums.
+    """
+    weight = None if rest[4] is None else rest[4].to(dtype)
+    given = target, *rest[:4], weight, *rest[5:]
+    return [x.contiguous() if isinstance(x, Tensor) else x for x in given]
 
 
 def _fake_statistics(x, target, options) -> tuple[Tensor, ...]:
@@ -224,9 +231,8 @@ def _fake_statistics(x, target, options) -> tuple[Tensor, ...]:
 
 def _fake(logits, target, *options):
     ahead = options[-1] and _may_write_ahead(logits, options[0], options[-2])
-    return *_fake_statistics(logits, target, options), logits.new_empty(
-        logits.shape if ahead else 0
-    )
+    gradient = logits.new_empty(logits.shape if ahead else 0)
+    return *_fake_statistics(logits, target, options), gradient
 
 
 def _prepare(logits, target, *options):
@@ -246,10 +252,10 @@ def forward(logits, target, *options):
     """
     *options, ahead = options
     v, dtype = logits.shape[-1], accumulator(logits)
-    loss, reduction = _loss_of(v, options)
-    ahead = ahead and _may_write_ahead(logits, reduction, loss.entropy)
-    case = dict(mean=reduction == "mean", ahead=ahead, weighted=options[4] is not None)
-    launch = loss.launch(loss_kernel, logits.view(-1, v), v if ahead else 0, 0, **case)
+    loss = _loss_of(v, options)
+    ahead = ahead and _may_write_ahead(logits, loss.reduction, loss.entropy)
+    x, mean = logits.view(-1, v), loss.reduction == "mean"
+    launch = loss.launch(loss_kernel, x, v if ahead else 0, 0, ahead, mean)
     rows, statistics = dense(target.shape), dense((target.numel(), 3 if loss.entropy else 2))
     entropies = rows if loss.entropy else dense((0,))
     of_logits = dense(logits.shape if ahead else (0,))
@@ -259,11 +265,11 @@ def forward(logits, target, *options):
         lse = logits.new_empty_strided(*statistics, dtype=dtype)
         entropy = logits.new_empty_strided(*entropies, dtype=dtype)
         gradient = logits.new_empty_strided(*of_logits)
-        totals = _totals_of(target, loss, reduction, weight, dtype)
+        totals = _totals_of(target, loss, weight, dtype)
         more = gradient if ahead else logits, lse if weight is None else weight
         with on_device(logits):
             launch(logits, target, losses, lse, totals, *more, entropy if loss.entropy else lse)
-        return reduced(losses, totals, reduction), entropy, lse, totals, gradient
+        return reduced(losses, totals, loss.reduction), entropy, lse, totals, gradient
 
     return run
 
@@ -277,10 +283,8 @@ _BACKWARD = (
 def _prepare_backward(grad_loss, grad_entropy, logits, *rest):
     dtype = accumulator(logits)
     grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
-    x = as_rows(logits, logits.shape[-1])
-    *rest, lse, totals, last = rest
-    given = as_rows(grad_loss.to(dtype), 1), grad_entropy, x, *_as_read(dtype, *rest)
-    return *given, lse.contiguous(), totals.contiguous(), last
+    x, (*rest, last) = as_rows(logits, logits.shape[-1]), rest  # last: it may be written into
+    return as_rows(grad_loss.to(dtype), 1), grad_entropy, x, *_as_read(dtype, *rest), last
 
 
 @register(
@@ -317,11 +321,9 @@ def backward_in_place(*arguments):
 def _fill(arguments, stride, ahead):
     """Return a function that fills the gradient of the logits, whose rows are `stride` apart."""
     grad_loss, _, logits, _, *options, _, _, _ = arguments
-    v = logits.shape[-1]
-    loss, reduction = _loss_of(v, options)
-    case = dict(mean=reduction == "mean", ahead=ahead, weighted=options[4] is not None)
-    x, g = logits.view(-1, v), _stride_of(grad_loss)
-    launch = loss.launch(gradient_kernel, x, stride, g, **case)
+    v, g = logits.shape[-1], _stride_of(grad_loss)
+    loss, x = _loss_of(v, options), logits.view(-1, v)
+    launch = loss.launch(gradient_kernel, x, stride, g, ahead, loss.reduction == "mean")
 
     def run(g, g_entropy, logits, target, weight, lse, totals, dx):
         g_entropy = _of_entropy(loss, g_entropy, lse)
@@ -336,9 +338,9 @@ def _of_entropy(loss: Loss, grad_entropy: Tensor | None, lse: Tensor) -> Tensor 
     """Return the gradients of the entropies [M], zeros if nothing depends on them."""
     if not loss.entropy:
         return None
-    return (
-        lse.new_zeros(len(lse)) if grad_entropy is None else grad_entropy.reshape(-1).contiguous()
-    )
+    if grad_entropy is None:
+        return lse.new_zeros(len(lse))
+    return grad_entropy.reshape(-1).contiguous()
 
 
 # ---------------------------------------------------------------------------- of a linear layer
@@ -399,15 +401,11 @@ def by_chunks(
     return sums
 
 
-def _sums_ahead(reduction: str, entropy: bool) -> bool:
-    """Return whether the forward computes the gradients: those of all rows have one factor."""
-    return reduction != "none" and not entropy
-
-
 def _fake_linear(input, linear_weight, target, linear_bias, *rest):
     *options, return_argmax, needs = rest
     loss, entropy, lse, totals = _fake_statistics(input, target, options)
-    saved = [want and _sums_ahead(options[0], options[-1]) for want in needs]
+    ahead = _loss_of(len(linear_weight), options).sums_ahead
+    saved = [want and ahead for want in needs]
     sums = gradients_of(input, linear_weight, linear_bias, saved)
     return loss, entropy, target.new_empty(target.shape if return_argmax else 0), lse, totals, *sums
 
@@ -435,8 +433,8 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
     of tokens by chunk.
     """
     *options, return_argmax, needs = rest
-    (loss, reduction), dtype = _loss_of(len(linear_weight), options), accumulator(input)
-    wanted = [want and _sums_ahead(reduction, loss.entropy) for want in needs]
+    loss, dtype = _loss_of(len(linear_weight), options), accumulator(input)
+    wanted = [want and loss.sums_ahead for want in needs]
     m, shape = target.numel(), target.shape
 
     def run(input, linear_weight, target, linear_bias, weight):
@@ -445,7 +443,7 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
         lse = losses.new_empty(m, 3 if loss.entropy else 2)
         entropy = losses.new_empty(shape if loss.entropy else 0)
         argmax = target.new_empty(shape if return_argmax else 0)
-        totals = _totals_of(flat, loss, reduction, weight, dtype)
+        totals = _totals_of(flat, loss, weight, dtype)
         rows, entropies = losses.view(-1), entropy.view(-1) if loss.entropy else None
 
         def use(logits, part):
@@ -457,7 +455,7 @@ def linear_forward(input, linear_weight, target, linear_bias, *rest):
             _run(loss, False, logits, flat[part], rows[part], lse[part], *more, of_rows)
 
         sums = by_chunks(input, linear_weight, linear_bias, wanted, use)
-        return reduced(losses, totals, reduction), entropy, argmax, lse, totals, *sums
+        return reduced(losses, totals, loss.reduction), entropy, argmax, lse, totals, *sums
 
     return run
 
@@ -483,13 +481,6 @@ def without_underflow(input: Tensor, g: Tensor, more: Tensor | None = None) -> t
     return unit, g / unit, None if more is None else more / unit
 
 
-def _prepare_linear_backward(grad_loss, grad_entropy, *rest):
-    *rest, lse, totals, sum_input, sum_weight, sum_bias, needs = rest
-    sums = sum_input, sum_weight, sum_bias
-    given = grad_loss, grad_entropy, *_prepare_linear(*rest)
-    return *given, lse.contiguous(), totals.contiguous(), *sums, needs
-
-
 @register(
     f"linear_cross_entropy_backward(Tensor grad_loss, Tensor? grad_entropy, {_LINEAR}, Tensor lse, "
     "Tensor totals, Tensor sum_input, Tensor sum_weight, Tensor sum_bias, bool[] needs) "
@@ -497,23 +488,22 @@ def _prepare_linear_backward(grad_loss, grad_entropy, *rest):
     lambda _, __, input, linear_weight, ___, linear_bias, *rest: gradients_like(
         rest[-1], input, linear_weight, linear_bias
     ),
-    _prepare_linear_backward,
+    lambda grad_loss, grad_entropy, *rest: (grad_loss, grad_entropy, *_prepare_linear(*rest)),
 )
 def linear_backward(grad_loss, grad_entropy, input, linear_weight, target, linear_bias, *rest):
     """Scale the gradients of the forward by grad_loss, and for mean by 1 / divisor. For none, and
     with entropies, compute them one chunk of tokens at a time.
     """
     *options, _, _, _, _, _, _, needs = rest
-    loss, reduction = _loss_of(len(linear_weight), options)
-    shape = target.shape
+    loss, shape = _loss_of(len(linear_weight), options), target.shape
 
     def run(grad_loss, grad_entropy, input, linear_weight, target, linear_bias, *rest):
         weight, lse, totals, *sums = rest
         factor = grad_loss
-        if reduction == "mean":  # finite if every target is ignored
+        if loss.reduction == "mean":  # finite if every target is ignored
             divisor = totals.view(-1)[0]
             factor = factor / divisor.where(divisor != 0, 1)
-        if not _sums_ahead(reduction, loss.entropy):
+        if not loss.sums_ahead:
             flat, g = target.view(-1), factor.expand(shape).reshape(-1).contiguous()
             g_entropy = _of_entropy(loss, grad_entropy, lse)
             factor, g, g_entropy = without_underflow(input, g, g_entropy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -93,9 +93,9 @@ class Options(NamedTuple):
 
     n: int
     eps: float
-    unbiased: bool = False
-    rms: bool = False
-    dropout_p: float = 0.0
+    unbiased: bool
+    rms: bool
+    dropout_p: float
 
 
 def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> NormTiles:
@@ -109,10 +109,11 @@ def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> NormTiles:
 def forward_plan(
     options: Options,
     x: Tensor,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    input_bias: Tensor | None = None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    input_bias: Tensor | None,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Return the plan of a forward: it returns y, s (x without a residual), mean [M] and r [M],
     which RMSNorm also returns for the mean.
@@ -169,8 +170,8 @@ class Needs(NamedTuple):
     residual: bool
     x: bool
     weight: bool
-    bias: bool = False
-    input_bias: bool = False
+    bias: bool
+    input_bias: bool
 
 
 NOTHING = (0,), (1,)  # the shape and the strides of a gradient that is not needed
@@ -299,179 +300,149 @@ def supports(input, normalized_shape=None, weight=None, **_) -> str | None:
     return unsupported_dtype(input)
 
 
-# --------------------------------------------------------------------------------------- LayerNorm
+# ----------------------------------------------------------------------------------------- the ops
+
+# An op has some of the arguments and outputs of a norm: those that its schema names.
+_ROWS = "input", "residual", "residual_out", "grad_output", "grad_normalized", "grad_residual_out"
+_OUTPUTS = dict(output=0, normalized=0, residual_out=1, mean=2, reciprocal=3)  # of `forward_plan`
+
+
+class Schema:
+    """The names in the schema of an op: its arguments, the tensors among them, and its outputs."""
+
+    def __init__(self, schema: str) -> None:
+        parsed = torch._C.parse_schema(schema)
+        self.names = [x.name for x in parsed.arguments]
+        self.tensors = [x.name for x in parsed.arguments if "Tensor" in str(x.type)]
+        self.outputs = [x.name for x in parsed.returns]
+
+    def given(self, arguments: Iterable[Any]) -> dict[str, Any]:
+        """Return the arguments by name, with the shape of a row."""
+        given = dict(zip(self.names, arguments))
+        if "normalized_shape" not in given:
+            given["normalized_shape"] = given["weight"].shape
+        return given
+
+    def prepare(self, *arguments: Any) -> list[Any]:
+        """Return the arguments with tensors as the kernels read them."""
+        n = math.prod(self.given(arguments)["normalized_shape"])
+        return [
+            _rows(x, n) if name in _ROWS else x.contiguous() if isinstance(x, Tensor) else x
+            for name, x in zip(self.names, arguments)
+        ]
+
+    def places(self, inputs: Iterable[str]) -> list[int]:
+        """Return the places of a plan's inputs among the tensors, -1 for those that are missing."""
+        return [self.tensors.index(x) if x in self.tensors else -1 for x in inputs]
 
 
 def _rows(x: Tensor | None, n: int) -> Tensor | None:
     return x if x is None or x.numel() == 0 else as_rows(x, n)
 
 
-def _prepare(input, normalized_shape, *rest):
-    """Return the arguments of a norm with tensors as the kernels read them."""
-    parameters = (x.contiguous() if isinstance(x, Tensor) else x for x in rest)
-    return _rows(input, math.prod(normalized_shape)), normalized_shape, *parameters
+def _options(given: dict[str, Any]) -> Options:
+    """Return the options of a call. The ops of RMSNorm have no `unbiased`."""
+    n, unbiased = math.prod(given["normalized_shape"]), given.get("unbiased")
+    return Options(n, given["eps"], bool(unbiased), unbiased is None, given.get("dropout_p", 0.0))
 
 
-def _prepare_backward(grad, input, normalized_shape, *rest):
-    return _rows(grad, math.prod(normalized_shape)), *_prepare(input, normalized_shape, *rest)
+def _register_forward(text: str) -> Any:
+    """Register the forward with this schema."""
+    schema = Schema(text)
+    inputs = "input", "residual", "weight", "bias", "dropout_seed", "input_bias"
+    places, kept = schema.places(inputs), [_OUTPUTS[name] for name in schema.outputs]
+
+    def fake(*arguments):
+        given = schema.given(arguments)
+        x, shape = given["input"], given["normalized_shape"]
+        rows, dtype = math.prod(x.shape[: x.dim() - len(shape)]), accumulator(x)
+        return [x.new_empty(x.shape) if i < 2 else x.new_empty(rows, dtype=dtype) for i in kept]
+
+    def launch(*arguments):
+        """Launch the forward: what the op returns of y, s, mean [M] and r [M]."""
+        given = schema.given(arguments)
+        plan = forward_plan(_options(given), *map(given.get, inputs))
+        return plan if len(kept) == 4 else adapted(plan, places, kept)
+
+    return register(text, fake, schema.prepare)(launch)
 
 
-def _statistics(input: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Return mean and r without their values, of rows of a shape."""
-    rows, dtype = math.prod(input.shape[: input.dim() - len(shape)]), accumulator(input)
-    return [input.new_empty(rows, dtype=dtype) for _ in range(2)]
+def _register_backward(text: str) -> Any:
+    """Register the backward with this schema."""
+    schema = Schema(text)
+    added = "residual_out" in schema.names
+    grad, s = ("grad_normalized", "residual_out") if added else ("grad_output", "input")
+    mean = "mean" if "mean" in schema.names else "reciprocal"  # RMSNorm: no kernel reads it
+    parameters = "weight", "bias", "input_bias"
+    inputs = grad, "grad_residual_out", s, "weight", "dropout_seed", mean, "reciprocal", *parameters
+    results = ["grad_residual" if added else "grad_input", "grad_input"]
+    results += [f"grad_{name}" for name in parameters]
+    places, kept = schema.places(inputs), [results.index(name) for name in schema.outputs]
+    while places[-1] < 0:  # a parameter that no call has
+        places.pop()
+
+    def needs_of(needs):
+        """Return `Needs`: the gradients of the rows are computed together."""
+        wanted = dict(zip(schema.outputs, needs))
+        rows = [wanted.get(f"grad_{name}") for name in ("input", "residual", "input_bias")]
+        return Needs(added, any(rows), *(wanted.get(name, False) for name in results[2:]))
+
+    def fake(*arguments):
+        given, needs = schema.given(arguments), needs_of(arguments[-1])
+        likes = map(given.get, (s, s, *parameters))
+        grads = gradients_like((needs.x, *needs[1:]), *likes)
+        return [grads[i] for i in kept]
+
+    def launch(*arguments):
+        """Launch the kernels of dx and of the partial sums of the parameters' gradients, and add up
+        the partial sums.
+        """
+        given, needs = schema.given(arguments), needs_of(arguments[-1])
+        plan = Backward(_options(given), needs, *map(given.get, inputs[:4]))
+        return adapted(plan, places, kept)
+
+    return register(text, fake, schema.prepare)(launch)
 
 
-@register(
-    "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
-    "bool unbiased) "
-    "-> (Tensor output, Tensor mean, Tensor reciprocal)",
-    lambda input, shape, *_: (input.new_empty(input.shape), *_statistics(input, shape)),
-    _prepare,
+_LAYER = (
+    "Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+    "bool unbiased"
 )
-def forward(input, normalized_shape, weight, bias, eps, unbiased):
-    """Launch the forward: (output, mean [M], r [M])."""
-    options = Options(math.prod(normalized_shape), eps, unbiased)
-    plan = forward_plan(options, input, None, weight, bias)
-    return adapted(plan, (0, -1, 1, 2, -1, -1), (0, 2, 3))
-
-
-@register(
-    "layer_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
-    "Tensor? weight, Tensor? bias, float eps, bool unbiased, Tensor mean, Tensor reciprocal, "
-    "bool[] needs) "
-    "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-    lambda _, input, __, weight, bias, *rest: gradients_like(rest[-1], input, weight, bias),
-    _prepare_backward,
+_RMS = "Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps"
+_ADD_OPTIONS = "Tensor? dropout_seed, Tensor? input_bias"
+_ADD_LAYER = (
+    f"Tensor weight, Tensor? bias, float dropout_p, float eps, bool unbiased, {_ADD_OPTIONS}"
 )
-def backward(grad_output, input, normalized_shape, weight, bias, eps, unbiased, *rest):
-    """Launch the kernels of dx and of the partial weight gradients, and add up the partial sums."""
-    options, needs = Options(math.prod(normalized_shape), eps, unbiased), Needs(False, *rest[-1])
-    plan = Backward(options, needs, grad_output, None, input, weight)
-    return adapted(plan, (0, -1, 1, 2, -1, 4, 5, 2, 3), (0, 2, 3))
+_ADD_RMS = f"Tensor weight, float dropout_p, float eps, {_ADD_OPTIONS}"
+_ADD_GRADS = "Tensor grad_normalized, Tensor? grad_residual_out"
 
-
-# ----------------------------------------------------------------------------------------- RMSNorm
-
-
-@register(
-    "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps) "
-    "-> (Tensor output, Tensor reciprocal)",
-    lambda input, shape, *_: (input.new_empty(input.shape), _statistics(input, shape)[0]),
-    _prepare,
+forward = _register_forward(
+    f"layer_norm({_LAYER}) -> (Tensor output, Tensor mean, Tensor reciprocal)"
 )
-def rms_forward(input, normalized_shape, weight, eps):
-    """Launch the forward: (output, r [M])."""
-    plan = forward_plan(Options(math.prod(normalized_shape), eps, rms=True), input, None, weight)
-    return adapted(plan, (0, -1, 1, -1, -1, -1), (0, 3))
-
-
-@register(
-    "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
-    "Tensor? weight, float eps, Tensor reciprocal, bool[] needs) "
-    "-> (Tensor grad_input, Tensor grad_weight)",
-    lambda _, input, __, weight, *rest: gradients_like(rest[-1], input, weight),
-    _prepare_backward,
+backward = _register_backward(
+    f"layer_norm_backward(Tensor grad_output, {_LAYER}, Tensor mean, Tensor reciprocal, "
+    "bool[] needs) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 )
-def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
-    """Launch as `backward` does. r is passed for the mean, which no kernel reads."""
-    options = Options(math.prod(normalized_shape), eps, rms=True)
-    plan = Backward(options, Needs(False, *needs), grad_output, None, input, weight)
-    return adapted(plan, (0, -1, 1, 2, -1, 3, 3, 2), (0, 2))
-
-
-# ------------------------------------------------------------------------ residual, dropout, norm
-
-_REST = "Tensor? dropout_seed, Tensor? input_bias"
-_ARGUMENTS = f"float dropout_p, float eps, bool unbiased, {_REST}"
-
-
-def _prepare_add(x, y, weight, *rest):
-    """Return the arguments of a forward or a backward with tensors as the kernels read them."""
-    given = (t.contiguous() if isinstance(t, Tensor) else t for t in (weight, *rest))
-    return _rows(x, weight.numel()), _rows(y, weight.numel()), *given
-
-
-def _fake_add(input, residual, weight, *_):
-    return *(input.new_empty(input.shape) for _ in range(2)), *_statistics(input, weight.shape)
-
-
-@register(
-    "dropout_add_layer_norm(Tensor input, Tensor residual, Tensor weight, Tensor? bias, "
-    f"{_ARGUMENTS}) "
-    "-> (Tensor normalized, Tensor residual_out, Tensor mean, Tensor reciprocal)",
-    _fake_add,
-    _prepare_add,
+rms_forward = _register_forward(f"rms_norm({_RMS}) -> (Tensor output, Tensor reciprocal)")
+rms_backward = _register_backward(
+    f"rms_norm_backward(Tensor grad_output, {_RMS}, Tensor reciprocal, bool[] needs) "
+    "-> (Tensor grad_input, Tensor grad_weight)"
 )
-def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed, input_bias):
-    """Launch the forward: (normalized, residual_out, mean [M], r [M])."""
-    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
-    return forward_plan(options, input, residual, weight, bias, input_bias)
-
-
-def _with_rows(needs):
-    """Return which gradients are wanted: those of the rows are computed together."""
-    rows = needs[0] or needs[1] or needs[-1]
-    return rows, rows, *needs[2:]
-
-
-def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
-    input_bias, s, _, _, needs = rest[-5:]
-    return gradients_like(_with_rows(needs), s, s, weight, bias, input_bias)
-
-
-@register(
-    "dropout_add_layer_norm_backward(Tensor grad_normalized, Tensor? grad_residual_out, "
-    f"Tensor weight, Tensor? bias, {_ARGUMENTS}, Tensor residual_out, Tensor mean, "
+add_forward = _register_forward(
+    f"dropout_add_layer_norm(Tensor input, Tensor residual, {_ADD_LAYER}) "
+    "-> (Tensor normalized, Tensor residual_out, Tensor mean, Tensor reciprocal)"
+)
+add_backward = _register_backward(
+    f"dropout_add_layer_norm_backward({_ADD_GRADS}, {_ADD_LAYER}, Tensor residual_out, "
+    "Tensor mean, Tensor reciprocal, bool[] needs) -> (Tensor grad_input, Tensor grad_residual, "
+    "Tensor grad_weight, Tensor grad_bias, Tensor grad_input_bias)"
+)
+add_rms_forward = _register_forward(
+    f"dropout_add_rms_norm(Tensor input, Tensor residual, {_ADD_RMS}) "
+    "-> (Tensor normalized, Tensor residual_out, Tensor reciprocal)"
+)
+add_rms_backward = _register_backward(
+    f"dropout_add_rms_norm_backward({_ADD_GRADS}, {_ADD_RMS}, Tensor residual_out, "
     "Tensor reciprocal, bool[] needs) "
-    "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias, "
-    "Tensor grad_input_bias)",
-    _fake_add_backward,
-    _prepare_add,
+    "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_input_bias)"
 )
-def add_backward(
-    grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, seed, *rest
-):
-    """Launch one pass for all gradients, and add up the partial sums of the parameters'."""
-    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
-    needs = Needs(True, *_with_rows(rest[-1])[1:])
-    plan = Backward(options, needs, grad_normalized, grad_residual_out, rest[1], weight)
-    return adapted(plan, (0, 1, 6, 2, 4, 7, 8, 2, 3, 5), (1, 0, 2, 3, 4))
-
-
-@register(
-    "dropout_add_rms_norm(Tensor input, Tensor residual, Tensor weight, float dropout_p, "
-    f"float eps, {_REST}) "
-    "-> (Tensor normalized, Tensor residual_out, Tensor reciprocal)",
-    lambda *given: _fake_add(*given)[:3],
-    _prepare_add,
-)
-def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed, input_bias):
-    """Launch the forward: (normalized, residual_out, r [M])."""
-    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
-    plan = forward_plan(options, input, residual, weight, input_bias=input_bias)
-    return adapted(plan, (0, 1, 2, -1, 3, 4), (0, 1, 3))
-
-
-def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
-    input_bias, s, _, needs = rest[-4:]
-    return gradients_like(_with_rows(needs), s, s, weight, input_bias)
-
-
-@register(
-    "dropout_add_rms_norm_backward(Tensor grad_normalized, Tensor? grad_residual_out, "
-    f"Tensor weight, float dropout_p, float eps, {_REST}, "
-    "Tensor residual_out, Tensor reciprocal, bool[] needs) "
-    "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_input_bias)",
-    _fake_add_rms_backward,
-    _prepare_add,
-)
-def add_rms_backward(
-    grad_normalized, grad_residual_out, weight, dropout_p, eps, seed, input_bias, *rest
-):
-    """Launch as `add_backward` does. r is passed for the mean, which no kernel reads."""
-    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
-    _, rows, weights, bias = _with_rows(rest[-1])
-    needs = Needs(True, rows, weights, input_bias=bias)
-    plan = Backward(options, needs, grad_normalized, grad_residual_out, rest[0], weight)
-    return adapted(plan, (0, 1, 5, 2, 3, 6, 6, 2, -1, 4), (1, 0, 2, 4))

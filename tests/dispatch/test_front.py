@@ -278,9 +278,13 @@ def test_a_list_that_has_changed(backend):
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_names_tell_calls_apart(backend):
-    """The same tensors for other parameters."""
+    """The same tensors for other parameters, and fewer or more of them."""
     x, w = torch.randn(4, 8), torch.randn(8)
     with ff.use_backend(backend):
+        for given in ((x, 8), (x, 8, w), (x, 8, w, w)) * 3:
+            found = ff.layer_norm(*given)
+            with backends.observe(lambda choice: None):
+                assert torch.equal(found, ff.layer_norm(*given))
         for name in ("weight", "bias") * 2:
             found = ff.layer_norm(x, 8, **{name: w})
             with without_plans():

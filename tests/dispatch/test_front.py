@@ -607,14 +607,45 @@ def test_batch_invariant_below_another_mode():
         ff.layer_norm(X, 8)
 
 
-@pytest.mark.parametrize("order", [(2, 0, 1, 3), (0, 1, 3, 2), (3, 0, 1, 2), (1, 0, 2, 3)])
-def test_the_memory_of_an_output_is_that_of_the_long_way(order):
+def test_the_memory_of_an_output_is_that_of_the_long_way():
     """Also where torch's own op would keep another order of the query."""
-    places = [order.index(i) for i in range(4)]
-    q = torch.randn([(2, 3, 20, 8)[i] for i in order]).permute(places)
-    found = [SDPA(q, q, q, mask).stride() for mask in (None, torch.ones(20, 20) > 0)]
-    with backends.observe(lambda choice: None):
-        assert found == [SDPA(q, q, q, mask).stride() for mask in (None, torch.ones(20, 20) > 0)]
+    for order in ((2, 0, 1, 3), (0, 1, 3, 2), (3, 0, 1, 2), (1, 0, 2, 3)):
+        places = [order.index(i) for i in range(4)]
+        q = torch.randn([(2, 3, 20, 8)[i] for i in order]).permute(places)
+        for mask in (None, torch.ones(20, 20) > 0):
+            found = SDPA(q, q, q, mask)
+            with backends.observe(lambda choice: None):
+                assert found.stride() == SDPA(q, q, q, mask).stride()
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_autocast_to_another_dtype(backend):
+    """After calls within autocast to that of the tensors, which it leaves as they are."""
+    q = X.half()
+    with ff.use_backend(backend):
+        for dtype in (torch.float16, torch.float16, torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype):
+                assert SDPA(q, q, q).dtype is dtype
+        assert SDPA(q, q, q).dtype is torch.float16
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_plans_run_outside_of_autocast(backend):
+    """Their products of float32 are not to be cast: here those of the weight's gradient."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 16).half().requires_grad_() for n in (40, 50))
+    target = torch.arange(40)
+
+    def call():
+        with torch.autocast("cpu", torch.float16):
+            loss = ff.linear_cross_entropy(x, w, target)
+        return grads(loss, (x, w))
+
+    with ff.use_backend(backend):
+        found = [call() for _ in range(3)]
+        with backends.observe(lambda choice: None):
+            want = call()
+    assert plans.front and all(all(map(torch.equal, have, want)) for have in found)
 
 
 class Named(torch.Tensor):

@@ -40,16 +40,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention, pack, unpack
-from fastformer.dispatch.hits import Plan, as_key, is_known, with_hit
+from fastformer.dispatch.hits import NO_OPTIONS, Plan, as_key, is_known, with_hit
 from fastformer.dispatch.operation import Operation
 from fastformer.dispatch.state import is_transformed, unwatched_backend, use_formula
 from fastformer.eager import differentiable, gradients_through
 from fastformer.plans import Plans, allow_tf32, getter
 
 _transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None without any
-
-
-_NO_OPTIONS: dict[str, Any] = {}
 
 
 class _Pair:
@@ -312,7 +309,7 @@ class _Planned(torch.autograd.Function):
         values = *tensors, retained, *ctx.needs_input_grad
         unwatched = unwatched_backend() is not None
         for plan in call.recent if unwatched else ():
-            results = plan.hit("", _NO_OPTIONS, values)
+            results = plan.hit("", NO_OPTIONS, values)
             if results is not NotImplemented:
                 return results
         special = not unwatched or torch.is_grad_enabled() or is_transformed()
@@ -329,7 +326,7 @@ class _Planned(torch.autograd.Function):
             plan = Plan(run, None, [*range(len(tensors))], len(values))
             call.backwards.remember(key, plan)
         else:
-            call.recent = with_hit(plan, call.recent, "", _NO_OPTIONS, values)
+            call.recent = with_hit(plan, call.recent, "", NO_OPTIONS, values)
         return plan(values)
 
 

@@ -1,8 +1,9 @@
 """The front door: a table of plans that each public function asks before anything else.
 
 A key holds all that the checks, the choice of a backend and a launch depend on: the function, the
-backend of the thread, the grad mode, the other arguments with their types, and of each tensor its
-type, shape, strides, dtype, device, alignment and whether it requires a gradient. The first call
+backend of the thread, the grad mode, the dtype of torch.autocast, the other arguments with their
+types, and of each tensor its shape, strides, dtype, device, alignment, whether it is to be negated,
+and whether it requires a gradient. The first call
 with a key makes all checks and chooses. If the tensors of the op are those that the function was
 given, it leaves a plan, and later calls allocate, launch and save.
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fastformer.checks import autocast_dtype
-from fastformer.dispatch.hits import Plan, as_key, first_tensor, is_known, with_hit
+from fastformer.dispatch.hits import NO_OPTIONS, Plan, as_key, first_tensor, is_known, with_hit
 from fastformer.dispatch.state import is_transformed, state, unwatched_backend
 from fastformer.eager import readings
 from fastformer.plans import allow_tf32, front, recent
@@ -33,7 +34,6 @@ from fastformer.plans import allow_tf32, front, recent
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UNUSED = frozenset({"dropout_seed"})  # tensors that no op may read: without dropout
-_NO_OPTIONS: dict[str, Any] = {}
 _grad_mode = torch.is_grad_enabled
 
 
@@ -75,7 +75,7 @@ def front_door(contract: F) -> F:
     def hit(*args: Any) -> Any:
         backend = unwatched_backend()
         for plan in recent.get(op, ()) if backend is not None else ():
-            result = plan.hit(backend, _NO_OPTIONS, args)
+            result = plan.hit(backend, NO_OPTIONS, args)
             if result is not NotImplemented:
                 return result
         return NotImplemented

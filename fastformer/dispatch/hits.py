@@ -14,6 +14,7 @@ from torch import Tensor
 from fastformer.checks import autocast_dtype, random_seeds
 from fastformer.plans import SEQUENCES, TENSORS, alignment, allow_tf32, guard
 
+NO_OPTIONS: dict[str, Any] = {}
 MOST_ASKED = 4  # plans whose `hit` a call asks before the table of all
 _PLAIN = frozenset({type(None), bool, int, float, str})  # the types of the other arguments
 _grad_mode = torch.is_grad_enabled

@@ -63,9 +63,10 @@ def torch_op(
     attention: Attention,
     by_formula: Callable[..., Any],
 ) -> Callable[..., Any] | None:
-    """Return torch's own op with only causality, only a mask or only a bias, as a function of
-    query, key, value and the mask or the bias of calls with these layouts; None if it computes none
-    of them. by_formula: the same by the formula, for tensors that torch's op does not take.
+    """Return torch's own op with only causality, or only a mask, a bias or lengths of the keys, as
+    a function of query, key, value and `only(attention)` of calls with these layouts; None if it
+    computes none of them. by_formula: the same by the formula, for tensors that torch's op does not
+    take.
     """
     others, p = options_beyond(query, key, attention)
     is_causal, scale, bias = attention.is_causal, attention.scale, attention.bias
@@ -84,6 +85,8 @@ def torch_op(
         attend = functools.partial(_masked, scale=usual, p=p, with_gradient=with_gradient)
     elif bias is not None and eager(bias):
         attend = functools.partial(_biased, scale=usual, p=p, with_gradient=with_gradient)
+    elif attention.key_lengths is not None and eager(attention.key_lengths):
+        attend = functools.partial(_within, scale=usual, p=p, with_gradient=with_gradient)
     else:
         return None
 
@@ -95,6 +98,12 @@ def torch_op(
         return by_formula(*tensors) if out is None else out
 
     return run
+
+
+def only(attention: Attention) -> Tensor | None:
+    """Return the mask, the bias or the lengths of the keys of a call that has one of them."""
+    tensors = attention.attn_mask, attention.bias, attention.key_lengths
+    return next((x for x in tensors if x is not None), None)
 
 
 def fused(*given: Any, **scale: Any) -> Tensor:
@@ -225,6 +234,26 @@ def _biased(
     else:  # torch's op masks out -inf only
         bias = torch.threshold(bias, _HIDDEN[bias.dtype], -math.inf)
     return _masked(query, key, value, bias, scale, p, with_gradient)
+
+
+def _within(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    scale: float | None,
+    p: float,
+    with_gradient: bool,
+) -> Tensor | None:
+    """Call torch's op for the first `lengths` keys, without the keys past the longest row."""
+    known = lengths.tolist()
+    longest = max(known)
+    if 0 < longest < key.shape[2]:
+        key, value = key[:, :, :longest], value[:, :, :longest]
+    if min(known) == key.shape[2]:
+        return _plain(query, key, value, False, scale, p)
+    mask = torch.arange(key.shape[2], device="cpu") < lengths.view(-1, 1, 1, 1)
+    return _masked(query, key, value, mask, scale, p, with_gradient)
 
 
 def _fitting(mask: Tensor) -> Tensor:

@@ -31,13 +31,14 @@ def _by_torch(
 def _direct(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
 ) -> Callable[..., Tensor] | None:
-    if return_lse or key.shape[1] != query.shape[1] or attention.key_lengths is not None:
+    if return_lse or key.shape[1] != query.shape[1]:
         return None
-    masked = attention.attn_mask is not None
-    without = attention._replace(attn_mask=None, bias=None)
+    fields = ("attn_mask", "bias", "key_lengths")
+    without = attention._replace(**dict.fromkeys(fields))
+    name = next((x for x in fields if getattr(attention, x) is not None), "bias")
 
     def by_formula(query: Tensor, key: Tensor, value: Tensor, x: Tensor | None = None) -> Tensor:
-        described = without._replace(attn_mask=x) if masked else without._replace(bias=x)
+        described = without._replace(**{name: x})
         return reference.scaled_dot_product_attention(query, key, value, described)
 
     run = by_torch.torch_op(query, key, value, attention, by_formula)

@@ -16,6 +16,7 @@ from fastformer.ops.attention.by_torch import (
     fused,
     in_order_of,
     near_zero,
+    only,
     options_beyond,
     torch_computes,
     torch_op,
@@ -186,17 +187,12 @@ def attention_block(
 def _by_torch(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, others: list[str]
 ) -> Tensor | None:
-    """Return the output of torch's own op with at most one mask or bias, if it computes it."""
-    if others == ["key_lengths"] and not attention.is_causal:
-        assert attention.key_lengths is not None
-        columns = torch.arange(key.shape[2], device=key.device)
-        seen = columns < attention.key_lengths.view(-1, 1, 1, 1)
-        attention = attention._replace(attn_mask=seen, key_lengths=None)
+    """Return the output of torch's own op, if it computes this call."""
     run = torch_op(query, key, value, attention, lambda *tensors: None)
     if run is None:
         return None
-    mask = attention.bias if attention.attn_mask is None else attention.attn_mask
-    return run(query, key, value) if mask is None else run(query, key, value, mask)
+    x = only(attention) if others else None
+    return run(query, key, value) if x is None else run(query, key, value, x)
 
 
 def _within_lengths(

@@ -48,7 +48,5 @@ def run_as_on_a_gpu(monkeypatch):
         monkeypatch.setattr(module, "may_read", lambda x: False)
     for module in (ff.ops.attention.reference, ff.ops.attention.by_torch):
         monkeypatch.setattr(module, "torch_computes", lambda *_: False)
-    for module in (ff.ops.attention.reference, ff.ops.dropout):
-        monkeypatch.setattr(module, "with_zeros", lambda y, drop: y.masked_fill(drop, 0.0))
     # The plans may read values.
     monkeypatch.setattr(ff.dispatch.front, "unwatched_backend", lambda: None)

@@ -21,13 +21,8 @@ _WORD = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _CHUNK = 1 << 15  # counters processed at a time: their temporaries stay in the cache
-_FEW = 1 << 12  # counters: up to here, the overhead of NumPy's calls costs more than the arithmetic
-_FACTOR_A, _FACTOR_B = np.array(_ROUND_A, np.uint64), np.array(_ROUND_B, np.uint64)
-_KEY_STEPS = np.array([[[n * _KEY_A], [n * _KEY_B]] for n in range(PHILOX_ROUNDS)], np.uint64)
-_HALF, _LOW = np.array(32, np.uint64), np.array(_WORD, np.uint64)
+_FEW = 1 << 12  # elements: for more, F.dropout takes longer than `dropout_factors`
 _ROUND = 0xD256D193
-_FACTOR = np.array(_ROUND, np.uint64)
-_STEPS = _KEY_STEPS[:, :1, None]  # [rounds, 1, 1, 1]
 _MIX_STEP, _MIX_A, _MIX_B = (
     x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -128,17 +123,13 @@ def _dropped_rows_by_numpy(
 ) -> Tensor:
     n = len(seeds)
     mask = np.empty((n, rows, quarter, 4), np.bool_)
-    words, limit = mask.transpose(3, 0, 1, 2), np.array(threshold, np.uint64)
-    j = np.arange(quarter, dtype=np.uint64)
+    j, keys = np.arange(quarter, dtype=np.uint64), seeds.view(np.uint64).reshape(-1, 1, 1)
     step = max(1, _CHUNK // max(1, n * quarter))
     for first in range(0, rows, step):
         last = min(first + step, rows)
         i = np.arange(first, last, dtype=np.uint64).reshape(-1, 1)
-        low, high = (i, 0) if last <= 1 << 32 else (i & _WORD, i >> 32)
-        shape = n, last - first, quarter
-        even, odd = _philox_by_numpy(j, low, high, 1, seeds.view(np.uint64), shape)
-        np.less(even, limit, out=words[0::2, :, first:last])
-        np.less(odd, limit, out=words[1::2, :, first:last])
+        for k, word in enumerate(philox4x32(j, i & _WORD, i >> 32, 1, keys)):
+            mask[:, first:last, :, k] = word < threshold
     return torch.from_numpy(mask)
 
 
@@ -189,8 +180,7 @@ def _dropped_by_numpy(
     key, shift = (word.view(np.uint64).reshape(-1, 1, 1) for word in mixed)
     BH = len(key)  # of all seeds
     mask = np.empty((BH, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # 8 booleans in each element
-    words, last = mask.transpose(5, 2, 0, 1, 3, 4), np.array(threshold - 1, np.int32)
-    keys = key + _STEPS  # `_philox2x32_by_numpy` cuts them to 32 bits
+    halves, last = mask.transpose(2, 5, 0, 1, 3, 4), np.array(threshold - 1, np.int32)
     i, j = (
         np.arange(start // 2, start // 2 + tiles * 8, dtype=np.uint64)
         for start, tiles in ((row, tiles_i), (column, tiles_j))
@@ -201,73 +191,13 @@ def _dropped_by_numpy(
     for begin in range(0, BH, step):
         own = slice(begin, begin + step)
         for t in range(0, tiles_i, step_i):
-            pair = _philox2x32_by_numpy(c0[t * 8 : (t + step_i) * 8], c1[own], keys[:, own])
-            halves = pair.view(np.uint16)
-            for column in range(2):
-                drop = (halves[..., column::4] <= last).view(np.uint64)
-                target = words[column, :, own, t : t + step_i]
-                target[:] = drop.reshape(target.shape)
+            words = philox2x32(c0[t * 8 : (t + step_i) * 8], c1[own], key[own])
+            for word, of_word in zip(words, halves):
+                for k, target in enumerate(of_word[:, own, t : t + step_i]):
+                    drop = (word.view(np.uint16)[..., k::4] <= last).view(np.uint64)
+                    target[:] = drop.reshape(target.shape)
     elements = mask.view(np.bool_).reshape(BH, tiles_i * 16, tiles_j * 16)
     return torch.from_numpy(np.ascontiguousarray(elements[:, :rows, :columns]))
-
-
-def _philox2x32_by_numpy(
-    c0: npt.NDArray[np.uint64], c1: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
-    """Compute `philox2x32` of counters c0 [n, 1] and c1 [BH, 1, m], in few calls of NumPy. Return
-    [2, BH, n, m] uint64. The upper 32 bits of the second half are not cleared.
-    """
-    odd = c0 * _FACTOR
-    words = np.empty((3, len(c1), len(c0), c1.shape[2]), np.uint64)
-    even = np.bitwise_xor((odd >> _HALF) ^ keys[0], c1, out=words[1])
-    for n in range(1, PHILOX_ROUNDS):
-        product = words[0 if n % 2 else 2]  # words[2] in the last round
-        np.multiply(even, _FACTOR, out=product)
-        np.right_shift(product, _HALF, out=even)
-        np.bitwise_xor(even, odd, out=even)
-        np.bitwise_xor(even, keys[n], out=even)
-        np.bitwise_and(even, _LOW, out=even)
-        odd = product
-    return words[1:]
-
-
-def _philox_by_numpy(
-    c0: Words,
-    c1: Words,
-    c2: Words,
-    c3: Words,
-    seeds: npt.NDArray[np.uint64],
-    shape: tuple[int, int, int],
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Compute `philox4x32` as pairs [2, *shape]: first and third word, second and fourth word.
-
-    shape: the number of seeds, and two dimensions that the counters broadcast to.
-
-    With few counters, most of the time is the overhead of NumPy's calls. So one call computes both
-    words of a pair, on operands that are contiguous or have no dimensions, which is fastest.
-    """
-    # Many counters are not expanded to the full shape before the first 2 rounds are done.
-    narrow = 0 if math.prod(shape) <= _FEW else 2
-    if narrow:
-        c0, c1, c2, c3 = philox4x32(c0, c1, c2, c3, seeds.reshape(-1, 1, 1), narrow)
-    pairs = np.empty((3, 2, *shape), np.uint64)
-    pairs[0, 0], pairs[0, 1], pairs[1, 0], pairs[1, 1] = c0, c2, c1, c3
-    even, odd, product = pairs.reshape(3, 2, shape[0], -1)
-    even_0, even_1 = even
-    start = np.stack([seeds & _LOW, seeds >> _HALF])
-    keys = np.bitwise_and(start + _KEY_STEPS, _LOW)[..., None]  # [rounds, 2, seeds, 1]
-    if not narrow:
-        keys = keys.repeat(even.shape[2], 3)
-    for key in keys[narrow:]:
-        np.multiply(even_0, _FACTOR_A, out=product[1])
-        np.multiply(even_1, _FACTOR_B, out=product[0])
-        np.bitwise_xor(odd, key, out=odd)
-        np.right_shift(product, _HALF, out=even)
-        np.bitwise_xor(even, odd, out=even)
-        np.bitwise_and(even, _LOW, out=even)
-        odd, product = product, odd
-    np.bitwise_and(odd, _LOW, out=odd)
-    return even.reshape(2, *shape), odd.reshape(2, *shape)
 
 
 _library = torch.library.Library("fastformer", "FRAGMENT")
@@ -289,23 +219,13 @@ _define("dropped", f"SymInt batch_heads, {_MATRIX}, SymInt row=0, SymInt column=
 _define("dropped_rows", _MATRIX, _dropped_rows, 2)
 
 
-def kept(drop: Tensor, x: Tensor) -> Tensor:
-    """Return 0 where `drop` removes an element of x, and 1 elsewhere, like x."""
-    return drop.logical_not().view(torch.uint8).to(x.dtype).view(x.shape)
-
-
 def without(drop: Tensor, x: Tensor) -> Tensor:
     """Return x, and 0 where `drop` removes an element, whatever it was."""
     if x.is_cpu and may_read(x):  # there a product takes a fifth of the time of masked_fill
-        return with_zeros(x * kept(drop, x), drop)
+        kept = x * drop.logical_not().view(torch.uint8).to(x.dtype).view(x.shape)
+        if math.isfinite(kept.detach().sum()):  # no 0 * NaN
+            return kept
     return x.masked_fill(drop.view(x.shape), 0.0)
-
-
-def with_zeros(y: Tensor, drop: Tensor) -> Tensor:
-    """Return y, a product with `kept`, with 0 in place of 0 * NaN and 0 * inf."""
-    if math.isfinite(y.detach().sum()):
-        return y
-    return y.masked_fill(drop.view(y.shape), 0.0)
 
 
 def dropout_scale(p: float) -> float:

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import fastformer as ff
 from fastformer import use_backend
 from fastformer.dispatch import backends
-from fastformer.dispatch.state import state
 from fastformer.ops import functional
 from fastformer.ops.loss import reference
 
@@ -759,29 +758,3 @@ def test_a_checkpoint_keeps_no_gradient(device):
             loss = ff.cross_entropy(x, target)
         assert packed.count(x.shape) == 2  # the logits and their gradient
         torch.testing.assert_close(torch.autograd.grad(loss, x)[0], want)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("smoothing", ["uniform", "kl"])
-@pytest.mark.parametrize("e", [0.0, 0.3])
-def test_the_reference_saves_passes(monkeypatch, reduction, smoothing, e):
-    """The way of a CPU in float32, which takes the gradient in the forward, is the formula: held to
-    it in float64, one row at a time, with its first and second derivatives.
-    """
-    x, w, b = (torch.randn(s, dtype=torch.float64).requires_grad_() for s in ((2, 3, 5), (6, 5), 6))
-    target = torch.tensor([[4, 2, 0], [2, 5, 1]])
-
-    def loss(*tensors):
-        return reference.linear_cross_entropy(*tensors[:2], target, tensors[2], *options)
-
-    options = reduction, 2, e, smoothing
-    want = loss(x, w, b)
-    grads = torch.autograd.grad(want.sum(), (x, w, b))
-    monkeypatch.setattr(reference, "_saves_passes", lambda *_: not state.by_formula)
-    monkeypatch.setattr(reference, "_BLOCK", 1)
-    torch.testing.assert_close(loss(x, w, b), want)
-    torch.testing.assert_close(torch.autograd.grad(loss(x, w, b).sum(), (x, w, b)), grads)
-    assert torch.autograd.gradcheck(loss, (x, w, b))
-    assert torch.autograd.gradgradcheck(loss, (x, w, b))
-    assert loss(x, w.detach(), None).requires_grad
-    torch.autograd.grad(loss(x, w.detach(), None).sum(), x)

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastformer.description import Attention
-from fastformer.dispatch.state import state
 from fastformer.eager import eager, may_read
 from fastformer.ops.attention.by_torch import (
     differentiates,
@@ -35,11 +33,8 @@ from fastformer.ops.attention.masks import (
 from fastformer.ops.attention.tiles import Part, by_tiles, computes_by_tiles
 from fastformer.ops.dropout import (
     dropout,
-    dropout_factors,
     dropout_scale,
     dropped,
-    kept,
-    with_zeros,
     without,
 )
 
@@ -164,8 +159,6 @@ def attention_block(
         fast = p > 0 or not differentiates(query, key, value, attention.bias) or near_zero(mask)
     if fast:
         out = fused(query, key, value, mask, p, scale=attention.scale)
-    elif not return_lse and added is None and _saves_passes(query, value, attention):
-        out = _DroppedAttention.apply(query, key, value, visible, attention, part)
     else:
         scores = _scores(query, key, attention, added, visible)
         out = _weighted(scores, value, attention, part)
@@ -230,67 +223,6 @@ def _weighted(
     if drop is None:
         return weights @ value
     return without(drop, weights) @ value * dropout_scale(attention.dropout_p)
-
-
-def _saves_passes(query: Tensor, value: Tensor, attention: Attention) -> bool:
-    """Return whether `_DroppedAttention` computes this call: eager float32 on a CPU, dropout."""
-    return (
-        attention.dropout_p > 0
-        and attention.softcap is attention.sinks is None
-        and query.is_cpu
-        and query.dtype is torch.float32
-        and query.numel() > 0
-        and value.numel() > 0
-        and not state.by_formula
-        and forward_ad._current_level < 0
-        and eager(query.detach())
-    )
-
-
-class _DroppedAttention(torch.autograd.Function):
-    """Compute `_weighted` of the `_scores`, with a backward in few passes. With P the weights, Z
-    the dropout mask, times 1 / (1 - dropout_p), and delta the sum of P Z dO V^T over a row,
-
-        dV = (P Z)^T dO   dS = P (Z dO V^T - delta)   dQ = scale dS K   dK = scale dS^T Q
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        visible: Tensor | None,
-        attention: Attention,
-        part: Part | None,
-    ) -> Tensor:
-        weights = _softmax(_scores(query, key, attention, None, visible), value.dtype, None)
-        ctx.attention, p = attention, attention.dropout_p
-        if attention.dropout_seed is None:
-            mask = dropout_factors(weights, p)
-            ctx.save_for_backward(query, key, value, visible, weights, mask)
-            return (weights * mask) @ value
-        drop = _dropped_weights(weights, attention, part)
-        assert drop is not None
-        mask = kept(drop, weights).mul_(dropout_scale(p))
-        ctx.save_for_backward(query, key, value, visible, weights, mask)
-        return with_zeros(weights * mask, drop) @ value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, visible, weights, mask = ctx.saved_tensors
-        attention = ctx.attention
-        if torch.is_grad_enabled():
-            q, k, v = views = [x.view_as(x).requires_grad_() for x in inputs]
-            weights = _softmax(_scores(q, k, attention, None, visible), v.dtype, None)
-            out = (weights * mask) @ v
-            return *torch.autograd.grad(out, views, grad, create_graph=True), None, None, None
-        query, key, value = inputs
-        grad_scores = torch._softmax_backward_data(
-            (grad @ value.mT).mul_(mask), weights, -1, weights.dtype
-        ).mul_(attention.scale)
-        grads = grad_scores @ key, grad_scores.mT @ query, (weights * mask).mT @ grad
-        return *grads, None, None, None
 
 
 def _dropped_weights(

@@ -33,25 +33,8 @@ def feed_forward(
     *,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    if dropout_seed is None:
-        hidden = ACTIVATIONS[activation](F.linear(input, w_1, b_1))
-        return F.linear(dropout(hidden, dropout_p), w_2, b_2)
-    rows = math.prod(input.shape[:-1])  # numel() would become a constant in an export
-    hidden = F.linear(input.reshape(rows, input.shape[-1]), w_1, b_1)
-    drop = dropped(dropout_seed, 1, rows, w_1.shape[0], dropout_p)[0]
-    if activation == "relu":
-        # Dropout before relu gives the same result, and needs no mask in the backward: the
-        # gradient of relu is 0 at the dropped elements.
-        with torch.no_grad():
-            hidden.copy_(without(drop, hidden))
-        hidden = hidden.relu_()
-    else:
-        hidden = without(drop, ACTIVATIONS[activation](hidden))
-    out = hidden @ w_2.t()
-    scale = dropout_scale(dropout_p)  # cheapest at the output: d_out is smaller than d_ff
-    # torch.compile makes an addmm of the sum of a bias and a product, and loses the alpha.
-    out = out * scale if b_2 is None else torch.sub(b_2, out, alpha=-scale)
-    return out.view(*input.shape[:-1], w_2.shape[0])
+    hidden = ACTIVATIONS[activation](F.linear(input, w_1, b_1))
+    return F.linear(_dropped(hidden, dropout_p, dropout_seed), w_2, b_2)
 
 
 def geglu(
@@ -91,6 +74,7 @@ def swiglu(
 def _dropped(hidden: Tensor, p: float, dropout_seed: Tensor | None) -> Tensor:
     if dropout_seed is None:
         return dropout(hidden, p)
+    # numel() would become a constant in an export.
     rows, width = math.prod(hidden.shape[:-1]), hidden.shape[-1]
     drop = dropped(dropout_seed, 1, rows, width, p)[0]
     return without(drop, hidden) * dropout_scale(p)

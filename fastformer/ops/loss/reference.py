@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.dispatch.state import state, use_formula
+from fastformer.dispatch.state import state
 from fastformer.eager import eager, gradients_through
 
-_BLOCK = 1 << 19  # logits processed at a time: they stay in the cache
 _HELD = 1 << 24  # logits that `_ChunkedLoss` holds at a time
 
 
@@ -150,9 +149,6 @@ def linear_cross_entropy(
     labels = ignore_index, label_smoothing, smoothing
     form: tuple[Any, ...] = softcap, temperature, return_entropy, return_argmax
     usual = weight is None and not z_loss and form == (None, 1.0, False, False)
-    if usual and _saves_passes(*tensors):
-        rows = _LinearLoss.apply(*tensors, target, *labels)
-        return _reduced(rows, target != ignore_index, reduction)
     if usual or not _in_eager_mode(*tensors):
         return cross_entropy(F.linear(*tensors), target, reduction, *labels, weight, z_loss, *form)
     kept = count = target != ignore_index
@@ -179,82 +175,6 @@ def _in_eager_mode(*tensors: Tensor | None) -> bool:
         and forward_ad._current_level < 0
         and all(eager(x.detach()) for x in given)
     )
-
-
-def _saves_passes(*tensors: Tensor | None) -> bool:
-    """Return whether `_LinearLoss` takes these tensors: eager float32 on a CPU, with a gradient."""
-    given = [x for x in tensors if x is not None]
-    if not all(x.dtype == torch.float32 and x.is_cpu for x in given):
-        return False
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return wanted and _in_eager_mode(*given)
-
-
-class _LinearLoss(torch.autograd.Function):
-    """Compute linear_cross_entropy of each row, without a reduction.
-
-    The forward overwrites the logits with their gradient, some rows at a time, so that these rows
-    stay in the cache through all passes. With p the softmax of the logits and t the target,
-
-        loss = constant - (on - off) log p_t - off sum_{c != pad} log p_c
-        dx_c = p_c - (on - off) [c = t] - off [c != pad]
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-        smoothing: str,
-    ) -> Tensor:
-        v, pad = weight.shape[0], None
-        off, on, constant = label_smoothing / v, 1 - label_smoothing + label_smoothing / v, 0.0
-        if smoothing == "kl":
-            pad, off, on = ignore_index, label_smoothing / (v - 2), 1 - label_smoothing
-            constant = sum(n * q * math.log(q) for n, q in ((1, on), (v - 2, off)) if q > 0)
-        logits = F.linear(input.reshape(target.numel(), input.shape[-1]), weight, bias)
-        kept = target.reshape(-1, 1) != ignore_index
-        true = target.reshape(-1, 1).where(kept, 0)
-        loss = torch.empty_like(true, dtype=logits.dtype)
-        step = max(1, _BLOCK // v)
-        for x, t, k, rows in zip(*(y.split(step) for y in (logits, true, kept, loss))):
-            logp = x.log_softmax(-1)
-            torch.exp(logp, out=x)
-            torch.mul(logp.gather(1, t), off - on, out=rows)
-            x.scatter_add_(1, t, x.new_full((), off - on).expand(t.shape))
-            if off > 0:
-                if pad is not None:
-                    logp[:, pad] = 0.0
-                    x[:, pad].add_(off)
-                rows.sub_(logp.sum(1, keepdim=True), alpha=off)
-                x.sub_(off)
-            rows.add_(constant).masked_fill_(~k, 0.0)
-        ctx.save_for_backward(input, weight, bias, target, logits)
-        ctx.labels = ignore_index, label_smoothing, smoothing
-        return loss.view(target.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, bias, target, grad_logits = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():
-            x, w = input.view_as(input), weight.view_as(weight)
-            b = None if bias is None else bias.view_as(bias)
-            with use_formula():
-                rows = linear_cross_entropy(x, w, target, b, "none", *ctx.labels)
-            return *gradients_through([rows], [grad], (x, w, b)), *[None] * 4
-        # A product, with which NaN in an ignored row stays NaN, as in torch.
-        g = grad.reshape(-1, 1).where(target.reshape(-1, 1) != ctx.labels[0], 0.0)
-        transposed = grad_logits.t()
-        dx = (grad_logits @ weight * g).view(input.shape) if needs[0] else None
-        x = input.reshape(target.numel(), input.shape[-1])
-        dw = transposed @ (x * g) if needs[1] else None
-        db = transposed @ g.squeeze(1) if needs[2] else None
-        return dx, dw, db, None, None, None, None
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -21,7 +21,7 @@ _WORD = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _CHUNK = 1 << 15  # counters processed at a time: their temporaries stay in the cache
-_FEW = 1 << 12  # elements: for more, F.dropout takes longer than `dropout_factors`
+_FEW = 1 << 14  # elements: for more, F.dropout takes longer than `dropout_factors`
 _ROUND = 0xD256D193
 _MIX_STEP, _MIX_A, _MIX_B = (
     x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.checks import (
@@ -277,17 +276,6 @@ def _require_spread(unbiased: bool, shape: list[int]) -> bool:
 # ----------------------------------------------------------------------- the record of the dispatch
 
 
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: list[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    **_: Any,
-) -> Tensor:
-    return F.layer_norm(input, normalized_shape, weight, bias, eps)
-
-
 def _suits_torch(arguments: Arguments) -> bool:
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
     dtype = tensors[0].dtype
@@ -300,7 +288,7 @@ _OF_LAYER_NORM = Operation(
     contract=layer_norm,
     reference=reference.layer_norm,
     rows=("input",),
-    by_torch=_layer_norm,
+    by_torch=reference.layer_norm,  # torch's own op for the calls that suit
     suits_torch=_suits_torch,
     direct=reference.direct_layer_norm,
 )
@@ -318,7 +306,7 @@ backends.register(
     _OF_LAYER_NORM._replace(
         contract=rms_norm,
         reference=reference.rms_norm,
-        by_torch=F.rms_norm,
+        by_torch=reference.rms_norm,
         direct=None,
     ),
     _OF_SUM,

@@ -77,12 +77,13 @@ def require_integers(name: str, x: Tensor, expected: str = "an integer tensor") 
         raise TypeError(f"{name} has dtype {x.dtype}; expected integers")
 
 
-def require_values(name: str, x: Tensor, last: int, expected: str) -> None:
-    """Require integers from 0 to `last`, if they may be read."""
+def require_values(name: str, x: Tensor, last: int, expected: str, what: str = "") -> None:
+    """Require integers from 0 to `last`, if they may be read. what: is said before a wrong one."""
     if may_read(x) and x.numel():
         low, high = map(int, x.aminmax())
         if low < 0 or high > last:
-            raise ValueError(f"{name} holds {low if low < 0 else high}; expected {expected}")
+            wrong = low if low < 0 else high
+            raise ValueError(f"{name} holds {what}{wrong}; expected {expected}")
 
 
 def without_gradient(x: Tensor | None) -> Tensor | None:
@@ -208,9 +209,7 @@ def seed_tensor(
 ) -> Tensor | None:
     """Return the seed, or one that torch draws, as a tensor of one int64; None without dropout."""
     if dropout_seed is None:
-        if dropout_p == 0:
-            return None
-        return draw_seeds(1, device)
+        return None if dropout_p == 0 else draw_seeds(1, device)
     if isinstance(dropout_seed, np.integer):
         dropout_seed = int(dropout_seed)
     if isinstance(dropout_seed, int) and not isinstance(dropout_seed, bool):
@@ -254,22 +253,6 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
         return tensors
     low = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in low else x for x in tensors)
-
-
-def require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
-    """Require integers [...], each the index of a row of weight [V, N]."""
-    require_integers(name, ids)
-    require_device(name, ids, "weight", weight)
-    require_known_ids(name, ids, weight.shape[0])
-
-
-def require_known_ids(name: str, ids: Tensor, rows: int) -> None:
-    """Require integers below `rows` that are not negative, if they may be read."""
-    if may_read(ids) and ids.numel():
-        low, high = map(int, ids.aminmax())
-        if low < 0 or high >= rows:
-            wrong, last = low if low < 0 else high, rows - 1
-            raise ValueError(f"{name} holds the token id {wrong}; expected ids from 0 to {last}")
 
 
 def require_token(name: str, token: int, classes: int) -> int:
@@ -331,6 +314,5 @@ def require_token_ids(name: str, x: Tensor) -> None:
     """Require integers [B, length]."""
     require_tensor(name, x, "a tensor of token ids")
     if x.dim() != 2:
-        raise ValueError(f"{name} has shape {list(x.shape)}; expected two dimensions [B, length]")
-    if x.dtype not in INTEGERS:
-        raise TypeError(f"{name} has dtype {x.dtype}; expected integers")
+        raise wrong_shape(name, x, "two dimensions [B, length]")
+    require_integers(name, x)

@@ -92,7 +92,10 @@ def run_tune(arguments: argparse.Namespace) -> int:
         parser.error(f"minutes is {arguments.minutes}; expected a positive number")
     device = environment.devices()[:2][-1]  # the CPU, or the first GPU
     has_gpu = device.type != "cpu"
-    calls = _common_calls(device if has_gpu else torch.device("meta"), only)
+    calls: tuning.Calls = {}
+    for op, given in examples.calls(device if has_gpu else torch.device("meta")):
+        tuning.add(calls, op, backends.checked(op, **given))
+    calls = {name: call for name, call in calls.items() if only.search(name)}
     if not calls:
         parser.error(f"--only {only.pattern!r} finds no call")
     if not (has_gpu or arguments.dry_run):
@@ -110,14 +113,6 @@ def run_tune(arguments: argparse.Namespace) -> int:
         print(f"The time is up after {arguments.minutes:g} minutes; the next run goes on from here")
     print(f"Wrote {file}" if file and file.exists() else "Nothing was written")
     return 0
-
-
-def _common_calls(device: torch.device, only: re.Pattern[str]) -> tuning.Calls:
-    """Return the common calls whose names the expression finds, with tensors on the device."""
-    calls: tuning.Calls = {}
-    for op, given in examples.calls(device):
-        tuning.add(calls, op, backends.checked(op, **given))
-    return {name: call for name, call in calls.items() if only.search(name)}
 
 
 # --------------------------------------------------------------------------------------------- info

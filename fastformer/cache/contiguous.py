@@ -227,11 +227,6 @@ class KVCache(AttendedCache):
             shortest, self.longest = map(int, self.lengths.aminmax())
             self._even = shortest == self.longest
 
-    def _positions(self, n: int) -> Tensor:
-        """Return the positions of the next n tokens of each row, [B, n] int64."""
-        first = self.lengths.long().unsqueeze(1)
-        return first if n == 1 else first + torch.arange(n, device=self.lengths.device)
-
     def _over_keys(self, mask: Tensor | None, keys: int) -> Tensor | None:
         """Pad a mask or bias [.., longest] to [.., keys], the keys that attention reads."""
         if mask is None or keys == self.longest or mask.shape[-1:] != (self.longest,):
@@ -290,7 +285,9 @@ class KVCache(AttendedCache):
         else:
             if len(self._rows) != len(self.lengths):  # at first, and for another batch
                 self._rows = torch.arange(len(self.lengths), device=key.device).unsqueeze(1)
-            at = self._rows, slice(None), self._positions(n)  # [B, n, G, D]
+            places = self.lengths.long().unsqueeze(1)  # [B, n], the positions of the entry
+            places = places if n == 1 else places + torch.arange(n, device=key.device)
+            at = self._rows, slice(None), places  # [B, n, G, D]
             self.key[at], self.value[at] = key.transpose(1, 2), value.transpose(1, 2)
 
     def _arguments(self, query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Arguments:

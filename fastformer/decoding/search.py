@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
 from fastformer.decoding.steps import Steps, Symbols, end_symbols, make_steps, put_tokens
 
+_likeliest = partial(torch.argmax, dim=-1)
 MAX_LEN = "max_len, which counts the prompt or the start symbol too"
 WAIT_EVERY = 16  # on a GPU, steps between two checks for the end, each of which waits
 
@@ -408,10 +410,6 @@ def _draws(
     return draw
 
 
-def _likeliest(scores: Tensor) -> Tensor:
-    return scores.argmax(-1)
-
-
 class _Penalty:
     """The repetition penalty: it lowers the scores of the tokens that a row already has."""
 
@@ -520,8 +518,8 @@ class _BeamSearch:
         scores, at = scores.topk(self.num_beams, -1)
         lengths = (self._lengths + new).expand_as(totals)
         lengths = torch.cat([self.best.lengths, lengths], 1).gather(1, at)
-        tokens = torch.cat([self.best.tokens, tokens], 1)
-        self.best = Hypotheses(_chosen_rows(tokens, at), scores, lengths)
+        tokens = torch.cat([self.best.tokens, tokens], 1).take_along_dim(at.unsqueeze(-1), 1)
+        self.best = Hypotheses(tokens, scores, lengths)
 
     def result(self) -> Hypotheses:
         return Hypotheses(*(x[:, : self.n_best] for x in self.best))
@@ -531,13 +529,8 @@ def _penalty(new: int, length_penalty: float) -> float:
     return ((5 + new) / 6) ** length_penalty
 
 
-def _chosen_rows(tokens: Tensor, at: Tensor) -> Tensor:
-    """Return tokens[b, at[b, j]] for all b and j, [B, J, L]; tokens: [B, K, L], at: [B, J]."""
-    return tokens.gather(1, at.unsqueeze(-1).expand(*at.shape, tokens.shape[-1]))
-
-
 def _extended(tokens: Tensor, origin: Tensor, lengths: int | Tensor, i: int, new: Tensor) -> Tensor:
     """Return the rows `origin` [B, J] of tokens [B, K, L], each with its i-th new token."""
-    extended = _chosen_rows(tokens, origin)
+    extended = tokens.take_along_dim(origin.unsqueeze(-1), 1)
     put_tokens(extended, lengths, i, new)
     return extended

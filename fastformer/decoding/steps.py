@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -207,12 +209,9 @@ class _StepGraph:
     def step(self, tokens: Tensor) -> Tensor:
         """Return the log-probabilities [R, V] after one more token of each row, [R]."""
         self._tokens.copy_(tokens)
-        if self._counted:
-            self._counted = False
+        with nullcontext() if self._counted else self.cache.advanced(1):
             self._replay()
-        else:
-            with self.cache.advanced(1):
-                self._replay()
+        self._counted = False
         return self._scores
 
 
@@ -306,8 +305,7 @@ def make_steps(
     vocabulary = next((table.num_embeddings for table in tables), None)
     _require_symbols(vocabulary, start_symbol=start_symbol, pad_symbol=pad_symbol)
     ends = end_symbols(vocabulary, end_symbol)
-    given, takes = (model, src, src_mask, max_len, start_symbol), _takes_cache(model)
-    steps: Steps
+    takes = _takes_cache(model)
     if isinstance(cache, DecoderCache):
         if not takes:
             raise ValueError("cache is a DecoderCache, and a module of the model takes none")
@@ -316,11 +314,10 @@ def make_steps(
                 f"cache has a capacity of {cache.capacity}; expected max_len - 1 = {max_len - 1}"
             )
         cache.reset(src.shape[0] or None)  # an empty batch takes no step: keep the buffers
-        steps = _CachedSteps(cache, *given)
     elif checks.require_flag("cache", cache) and takes:
-        steps = _CachedSteps(DecoderCache(max(1, max_len - 1)), *given)
-    else:
-        steps = _RecomputedSteps(*given)
+        cache = DecoderCache(max(1, max_len - 1))
+    make = partial(_CachedSteps, cache) if isinstance(cache, DecoderCache) else _RecomputedSteps
+    steps: Steps = make(model, src, src_mask, max_len, start_symbol)
     pad = ends[0] if ends and pad_symbol is None else pad_symbol
     if pad is None and isinstance(steps.lengths, Tensor):
         raise ValueError(

@@ -76,7 +76,13 @@ def attention(
             )
     if dropout is not None:
         checks.require_callable("a function of the weights, or None", dropout=dropout)
-    weights = _weights(query, key, mask)
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    if mask is not None:
+        checks.require_tensor("mask", mask)
+        checks.require_device("mask", mask, "query", query)
+        lowest = max(-1e9, torch.finfo(scores.dtype).min)  # float16 ends at -65504
+        scores = scores.masked_fill(~_boolean_mask(mask, scores.shape), lowest)
+    weights = scores.softmax(-1)
     if dropout is not None:
         weights = dropout(weights)
     return weights @ value, weights
@@ -117,9 +123,7 @@ class MultiHeadedAttention(AliasedModule):
     """
 
     spellings: ClassVar[dict[str, str]] = {
-        "linear_layers.0": "linears.0",
-        "linear_layers.1": "linears.1",
-        "linear_layers.2": "linears.2",
+        **{f"linear_layers.{i}": f"linears.{i}" for i in range(3)},
         "output_linear": "linears.3",
     }
 
@@ -241,9 +245,7 @@ class MultiHeadedAttention(AliasedModule):
         projected = Projected(self._projected(inputs, linears), self.h, (0, 2, 1, 3))
         q, k, v = projected.parts()  # [B, heads, T or S, d_k]
         if mask is not None and not isinstance(mask, BlockMask):
-            checks.require_tensor("mask", mask)
-            checks.require_device("mask", mask, "query", query)
-            mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
+            mask = _over_heads(mask, q, k.shape[2])
         p = dropout_probability(self.dropout)
         grouped = self.kv_heads != self.h
         q, k, rotation = self._to_rotate(q, k, rotary)
@@ -297,10 +299,7 @@ class MultiHeadedAttention(AliasedModule):
         elif self.query_norm is not None:
             q = self.query_norm(q)
         if mask is not None:
-            checks.require_tensor("mask", mask)
-            checks.require_device("mask", mask, "query", q)
-            length = cache.longest + (0 if kept else new[0].shape[2])
-            mask = self._over_heads(mask, (*q.shape[:3], length))
+            mask = _over_heads(mask, q, cache.longest + (0 if kept else new[0].shape[2]))
         if isinstance(cache, MemoryCache):
             if not kept:
                 cache.fill(inputs["key"], *new)
@@ -446,27 +445,6 @@ class MultiHeadedAttention(AliasedModule):
         elif self.attn is not None:
             self.attn = None
 
-    @staticmethod
-    def _over_heads(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-        """Return the mask as booleans that broadcast to `shape`, [B, h, T, S]."""
-        b, _, t, s = shape
-        if mask.dim() == 3:
-            hint = "; of a mask [h, T, S] for each head, mask[None]"
-            return _boolean_mask(mask, (b, t, s), hint).unsqueeze(1)
-        if mask.dim() == 2:
-            spelled = (
-                "mask[:, None] is [B, 1, S], of padding, "
-                "and mask[None] [1, T, S], the same for each sequence"
-            )
-            if b == t > 1 and mask.shape[0] == b:
-                raise ValueError(
-                    f"mask has shape {checks.shape_of(mask)}: [B, S] or [T, S]? {spelled}"
-                )
-            return _boolean_mask(mask, (t, s), f"; {spelled}")
-        if mask.dim() != 4:
-            raise checks.wrong_shape("mask", mask, "[B, 1, S], [B, T, S] or [1, T, S]")
-        return _boolean_mask(mask, shape)
-
     def extra_repr(self) -> str:
         grouped = "" if self.kv_heads == self.h else f", kv_heads={self.kv_heads}"
         return f"h={self.h}, d_k={self.d_k}{grouped}"
@@ -483,6 +461,27 @@ def _require_cache(
         raise ValueError("key_lengths is given together with a cache; expected None")
     if isinstance(cache, MemoryCache) and rotary is not None:
         raise ValueError("rotary is given together with a MemoryCache; expected None")
+
+
+def _over_heads(mask: Tensor, query: Tensor, s: int) -> Tensor:
+    """Return the mask as booleans that broadcast to [B, h, T, S], for a query [B, h, T, d_k]."""
+    checks.require_tensor("mask", mask)
+    checks.require_device("mask", mask, "query", query)
+    b, h, t, _ = query.shape
+    if mask.dim() == 4:
+        return _boolean_mask(mask, (b, h, t, s))
+    if mask.dim() == 3:
+        hint = "; of a mask [h, T, S] for each head, mask[None]"
+        return _boolean_mask(mask, (b, t, s), hint).unsqueeze(1)
+    if mask.dim() != 2:
+        raise checks.wrong_shape("mask", mask, "[B, 1, S], [B, T, S] or [1, T, S]")
+    spelled = (
+        "mask[:, None] is [B, 1, S], of padding, "
+        "and mask[None] [1, T, S], the same for each sequence"
+    )
+    if b == t > 1 and mask.shape[0] == b:
+        raise ValueError(f"mask has shape {checks.shape_of(mask)}: [B, S] or [T, S]? {spelled}")
+    return _boolean_mask(mask, (t, s), f"; {spelled}")
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:
@@ -524,16 +523,3 @@ def _boolean_from_float(mask: Tensor) -> Tensor:
     elif torch.compiler.is_compiling() or not torch._C._functorch.is_functorch_wrapped_tensor(mask):
         torch._assert_async(known.all(), f"mask: {expected}")
     return kept
-
-
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """Return softmax(query key^T / sqrt(d_k)), [..., T, S], with masked scores set to -1e9. The
-    weights of a query whose keys are all masked out are uniform.
-    """
-    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-    if mask is not None:
-        checks.require_tensor("mask", mask)
-        checks.require_device("mask", mask, "query", query)
-        lowest = max(-1e9, torch.finfo(scores.dtype).min)  # float16 ends at -65504
-        scores = scores.masked_fill(~_boolean_mask(mask, scores.shape), lowest)
-    return scores.softmax(-1)

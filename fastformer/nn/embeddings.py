@@ -44,7 +44,10 @@ class Embeddings(nn.Module):
         self.d_model = d_model
 
     def forward(self, x: Tensor) -> Tensor:
-        checks.require_ids("x", x, self.lut.weight)
+        checks.require_integers("x", x)
+        checks.require_device("x", x, "weight", self.lut.weight)
+        last = self.lut.weight.shape[0] - 1
+        checks.require_values("x", x, last, f"ids from 0 to {last}", "the token id ")
         return self.lut(x.long()) * math.sqrt(self.d_model)
 
 

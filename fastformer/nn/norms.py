@@ -34,12 +34,8 @@ class LayerNorm(AliasedModule):
     """
 
     spellings: ClassVar[dict[str, str]] = {
-        "a_2": "weight",
-        "a2": "weight",
-        "gamma": "weight",
-        "b_2": "bias",
-        "b2": "bias",
-        "beta": "bias",
+        **dict.fromkeys(("a_2", "a2", "gamma"), "weight"),
+        **dict.fromkeys(("b_2", "b2", "beta"), "bias"),
     }
 
     def __init__(self, features: int, eps: float = 1e-6, unbiased: bool = False) -> None:

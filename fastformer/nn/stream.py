@@ -167,17 +167,13 @@ def apply_feed_forward(
             f"activation is {activation!r} and w_1 returns {hidden.shape[-1]} of {len(weight)} "
             "features; expected all of them: a part holds other hidden units for z than for v"
         )
-    return w_2(dropout(_activated(hidden, activation)))
-
-
-def _activated(hidden: Tensor, activation: str | Callable[[Tensor], Tensor]) -> Tensor:
-    """Return activation(hidden), or activation(z) * v with [z, v] = hidden for a gated form."""
-    if not isinstance(activation, str):
-        return activation(hidden)
-    if activation not in GATED:
-        return reference.ACTIVATIONS[activation](hidden)
-    z, v = hidden.chunk(2, -1)
-    return reference.ACTIVATIONS[GATED[activation]](z) * v
+    if isinstance(activation, str) and activation in GATED:
+        z, v = hidden.chunk(2, -1)
+        hidden = reference.ACTIVATIONS[GATED[activation]](z) * v
+    else:
+        apply = activation if callable(activation) else reference.ACTIVATIONS[activation]
+        hidden = apply(hidden)
+    return w_2(dropout(hidden))
 
 
 def dropout_probability(dropout: nn.Dropout) -> float:

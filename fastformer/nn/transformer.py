@@ -265,19 +265,14 @@ class EncoderDecoder(nn.Module):
             expected = "src, tgt, src_mask and tgt_mask; to generate without tgt, greedy_decode"
             raise TypeError(f"tgt or a mask is left out; expected {expected}")
         require_packings(src_mask, tgt_mask)
-        first, second = self._seeds()
+        first: dict[str, Any] = {}  # a subclass may have methods of its own, which take no seeds
+        second: dict[str, Any] = {}
+        if (type(self).encode, type(self).decode) == (EncoderDecoder.encode, EncoderDecoder.decode):
+            sites = _sites(self.encoder)
+            seeds = Seeds(sites + _sites(self.decoder))
+            first, second = {"_seeds": seeds}, {"_seeds": seeds.after(sites)}
         memory = self.encode(src, src_mask, **first)
         return self.decode(memory, src_mask, tgt, tgt_mask, **second)
-
-    def _seeds(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the seeds of a whole forward as keyword arguments of `encode` and `decode`; none,
-        if a subclass has its own of these methods.
-        """
-        if (type(self).encode, type(self).decode) != (EncoderDecoder.encode, EncoderDecoder.decode):
-            return {}, {}
-        sites = _sites(self.encoder)
-        seeds = Seeds(sites + _sites(self.decoder))
-        return {"_seeds": seeds}, {"_seeds": seeds.after(sites)}
 
     def encode(self, src: Tensor, src_mask: AnyMask, *, _seeds: Seeds | None = None) -> Tensor:
         """Return the memory [B, S, d_model] of src [B, S], [tokens, d_model] of a packed batch."""
@@ -446,10 +441,7 @@ def _embedded_by_parts(embed: nn.Module, tokens: Tensor, start: int | Tensor | N
             f"the embedding is a {type(embed).__name__}; expected an nn.Sequential that ends in a "
             "PositionalEncoding, which takes the positions after a cache, or of a packed batch"
         )
-    x = tokens
-    for part in list(embed)[:-1]:
-        x = part(x)
-    return embed[-1](x, start)
+    return embed[-1](embed[:-1](tokens), start)
 
 
 class Generator(AliasedModule):

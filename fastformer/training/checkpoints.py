@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
-from fastformer.checks import require_instance, require_size
+from fastformer.checks import plain_number, require_instance, require_size
 
 FORMAT = "fastformer checkpoint, version 3"
 EVERY = 10  # steps
@@ -260,23 +261,12 @@ class Checkpoints:
 
         model, optimizer, scheduler, more, _ = self._state
         parameters, moments = get_state_dict(model, optimizer)
-        moments["param_groups"] = _numbers(moments["param_groups"])
-        return {
-            "model": parameters,
-            "optimizer": moments,
-            # A tuple is saved as one object, with keys that are no words.
-            "scheduler": (None if scheduler is None else _numbers(scheduler.state_dict()),),
-            "more": more or {},
-        }
-
-
-def _numbers(x: Any) -> Any:
-    """Return options of an optimizer with numbers where they are tensors, as CUDA graphs need."""
-    if isinstance(x, dict):
-        return {name: _numbers(value) for name, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return type(x)(map(_numbers, x))
-    return x.item() if isinstance(x, Tensor) and x.dim() == 0 else x
+        # Numbers where CUDA graphs need tensors.
+        groups, schedule = moments["param_groups"], scheduler and scheduler.state_dict()
+        groups, schedule = tree_map_only(Tensor, plain_number, (groups, schedule))
+        # A tuple is saved as one object, with keys that are no words.
+        rest = {"scheduler": (schedule,), "more": more or {}}
+        return {"model": parameters, "optimizer": moments | {"param_groups": groups}, **rest}
 
 
 def _reason(error: Any) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import math
 import os
@@ -414,11 +415,7 @@ class _Training:
         if self.patience is not None:
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-            state = get_model_state_dict(self.model)
-            self.weights |= {
-                name: x.detach().clone() if isinstance(x, Tensor) else x
-                for name, x in state.items()
-            }
+            self.weights |= copy.deepcopy(get_model_state_dict(self.model))
 
     # -------------------------------------------------------------------------- the checkpoint
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from fastformer.cuda_graphs import captured
 from fastformer.eager import may_read
@@ -83,9 +84,11 @@ class Updates(NamedTuple):
         """Yield the batches of an update and their losses; the last one after the update."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+        # Of DistributedDataParallel, so that only the last batch exchanges.
+        no_exchange = getattr(self.model, "no_sync", nullcontext)
         for i, (batch, share) in enumerate(zip(group, weights), 1):
             last = i == len(group)
-            with nullcontext() if last else self._without_exchange():
+            with nullcontext() if last else no_exchange():
                 loss = self._loss(batch)
                 if self.optimizer is not None:
                     scaled = loss if share is None else loss * share
@@ -102,11 +105,6 @@ class Updates(NamedTuple):
             inputs = batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
         with nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast):
             return self.loss_compute(self.model(*inputs), batch.tgt_y, batch.ntokens)
-
-    def _without_exchange(self) -> AbstractContextManager[None]:
-        """Return DistributedDataParallel's `no_sync`, so that only the last batch exchanges."""
-        no_sync = getattr(self.model, "no_sync", None)
-        return no_sync() if callable(no_sync) else nullcontext()
 
     def _step(self, optimizer: Optimizer) -> None:
         """Run a step of the optimizer and one of the scheduler, with the gradients as they are."""
@@ -182,7 +180,14 @@ class GraphedUpdates:
     def _prepare(self, optimizer: Any) -> None:
         """Let the device count the steps of the optimizer and hold its learning rates."""
         if self._state is not optimizer.state:
-            self._state, self._rates = optimizer.state, _make_capturable(optimizer)
+            self._state, parameters = optimizer.state, _parameters(optimizer)
+            for options in optimizer.param_groups:
+                options["capturable"] = True
+                options["lr"] = torch.as_tensor(options["lr"]).to(parameters[0].device, copy=True)
+            for p in parameters:
+                if "step" in optimizer.state.get(p, {}):
+                    optimizer.state[p]["step"] = optimizer.state[p]["step"].to(p.device)
+            self._rates = [options["lr"] for options in optimizer.param_groups]
             self._graphs.clear()
         for options, rate in zip(optimizer.param_groups, self._rates):
             if options["lr"] is not rate:  # somebody has assigned another one
@@ -191,7 +196,7 @@ class GraphedUpdates:
 
     def _key(self, group: list[Batch]) -> object:
         """Return what an update depends on, but the contents of tensors and the learning rate."""
-        parts = [getattr(batch, name, None) for batch in group for name in PARTS]
+        parts = [x for batch in group for x in _parts(batch).values()]
         given = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in parts]
         optimizer, model = self.updates.optimizer, self.updates.model
         assert optimizer is not None
@@ -210,7 +215,9 @@ class _UpdateGraph:
     """The CUDA graph of an update, with the tensors that it reads and writes."""
 
     def __init__(self, updates: Updates, group: list[Batch]) -> None:
-        self._group = [_copy(batch) for batch in group]
+        self._group: list[Any] = [
+            SimpleNamespace(**tree_map_only(Tensor, Tensor.clone, _parts(batch))) for batch in group
+        ]
         self._parameters = _parameters(updates.optimizer)
 
         def update() -> list[Tensor]:
@@ -231,16 +238,11 @@ class _UpdateGraph:
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
-    parts = (getattr(batch, name, None) for name in PARTS)
-    return [x for x in parts if isinstance(x, Tensor)]
+    return [x for x in _parts(batch).values() if isinstance(x, Tensor)]
 
 
-def _copy(batch: Batch) -> Any:
-    """Return a batch of copies of the tensors."""
-    parts = {name: getattr(batch, name, None) for name in PARTS}
-    return SimpleNamespace(
-        **{k: x.clone() if isinstance(x, Tensor) else x for k, x in parts.items()}
-    )
+def _parts(batch: Batch) -> dict[str, Any]:
+    return {name: getattr(batch, name, None) for name in PARTS}
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
@@ -269,15 +271,3 @@ def _batch_obstacle(group: list[Batch]) -> str | None:
             if may_read(x):
                 return "FASTFORMER_CHECK=1 reads values on the host"
     return None
-
-
-def _make_capturable(optimizer: Any) -> list[Tensor]:
-    """Let the device count the steps of the optimizer; return new tensors of its learning rates."""
-    parameters = _parameters(optimizer)
-    for options in optimizer.param_groups:
-        options["capturable"] = True
-        options["lr"] = torch.as_tensor(options["lr"]).to(parameters[0].device, copy=True)
-    for p in parameters:
-        if "step" in optimizer.state.get(p, {}):
-            optimizer.state[p]["step"] = optimizer.state[p]["step"].to(p.device)
-    return [options["lr"] for options in optimizer.param_groups]

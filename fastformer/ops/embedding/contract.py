@@ -12,9 +12,9 @@ from fastformer.checks import (
     require_dropout,
     require_floating,
     require_integers,
-    require_known_ids,
     require_number,
     require_token,
+    require_values,
     wrong_shape,
 )
 from fastformer.dispatch import backends
@@ -63,7 +63,9 @@ def embed(
         raise wrong_shape("weight", weight, "[V, N]")
     require_integers("tokens", tokens)
     require_device("tokens", tokens, "weight", weight)
-    check_values(require_known_ids, "tokens", tokens, weight.shape[0])
+    last = weight.shape[0] - 1
+    ids = f"ids from 0 to {last}", "the token id "
+    check_values(require_values, "tokens", tokens, last, *ids)
     if tokens.dim() < 1:
         raise ValueError("tokens is a scalar; expected [..., S]")
     classes, width = weight.shape

@@ -18,7 +18,6 @@ ROWS, COLUMNS = 128, 64  # queries and keys of a tile
 WORDS = ROWS * COLUMNS // 32  # of the elements of a tile, 32 in a word
 UNSEEN, WHOLE = 0, 1  # the slots of the two tiles that every table of bits begins with
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Rows = Callable[[int, int, range], Tensor]
 Shape = tuple[int, int, int, int]  # [B, H, Sq, Sk]
 Band = tuple[int | None, int | None]
 Device = torch.device | str | None
@@ -64,7 +63,7 @@ class BlockMask:
     the elements. A mask can be pickled, and it is a node of torch's pytrees.
     """
 
-    dtype = torch.bool
+    dtype, ndim = torch.bool, 4
 
     def __init__(
         self, shape: Shape, spans: Tensor, lists: Tensor, bits: Tensor, band: Band | None = None
@@ -80,10 +79,6 @@ class BlockMask:
     @property
     def device(self) -> torch.device:
         return self.bits.device
-
-    @property
-    def ndim(self) -> int:
-        return 4
 
     def dim(self) -> int:
         return 4
@@ -377,7 +372,8 @@ def block_mask(
         source = source.detach()
         shape = _sizes(tuple(source.shape), sizes)
         device = source.device if device is None else as_device(device)
-        mask, mod = source.expand(shape), None
+        mask = source.expand(shape)
+        mod: MaskMod = lambda b, h, i, j: mask[b, h, i.squeeze(1)]  # noqa: E731
     elif flex is not None and isinstance(source, flex.BlockMask):
         shape = _sizes(tuple(source.shape), sizes)
         mod, device = _of_flex(source), device or source.kv_indices.device
@@ -391,14 +387,11 @@ def block_mask(
             "mask_mod(b, h, q_idx, kv_idx), or a BlockMask of flex_attention"
         )
     device = torch.get_default_device() if device is None else as_device(device)
+    where = source.device if isinstance(source, Tensor) else device
     for what, n, tile in (("queries", shape[2], ROWS), ("keys", shape[3], COLUMNS)):
         if -(-n // tile) > 1 << 15:
             raise ValueError(f"{n} {what}; expected at most {tile << 15}, or 2^15 tiles")
-    if mod is None:
-        rows = lambda b, h, i: mask[b, h, i[0] : i[-1] + 1]  # noqa: E731
-    else:
-        rows = _evaluated(mod, shape[3], device)
-    return _built(rows, shape, device)
+    return _built(mod, shape, device, where)
 
 
 def _sizes(have: tuple[int, ...], wanted: list[int | None]) -> Shape:
@@ -414,22 +407,6 @@ def _sizes(have: tuple[int, ...], wanted: list[int | None]) -> Shape:
             )
     q_length, k_length = (n if want is None else want for n, want in zip(full[2:], wanted[2:]))
     return full[0], full[1], q_length, k_length
-
-
-def _evaluated(mod: MaskMod, k_length: int, device: torch.device) -> Rows:
-    """Return a function that evaluates the rows of a mask_mod."""
-    j = torch.arange(k_length, device=device).view(1, -1)
-
-    def rows(b: int, h: int, i: range) -> Tensor:
-        queries = torch.arange(i.start, i.stop, device=device).view(-1, 1)
-        batch, head = (torch.tensor(n, device=device) for n in (b, h))
-        seen = mod(batch, head, queries, j)
-        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-            found = f"dtype {seen.dtype}" if isinstance(seen, Tensor) else type(seen).__name__
-            raise TypeError(f"mask_mod returned {found}; expected a tensor of torch.bool")
-        return seen
-
-    return rows
 
 
 def _of_flex(block: Any) -> MaskMod:
@@ -459,20 +436,26 @@ def _of_flex(block: Any) -> MaskMod:
     return mod
 
 
-def _built(rows: Rows, shape: Shape, device: torch.device) -> BlockMask:
-    """Return the mask, given a function (b, h, range of queries) that returns a boolean which
-    broadcasts to [queries, Sk].
+def _built(mod: MaskMod, shape: Shape, device: torch.device, where: torch.device) -> BlockMask:
+    """Return the mask of a mask_mod, which is evaluated on the device `where`, some rows of tiles
+    at a time.
     """
     batch, heads, q_length, k_length = shape
     height, width = -(-q_length // ROWS), -(-k_length // COLUMNS)
     step = max(1, _CHUNK // max(1, ROWS * width * COLUMNS))
     slots, tables, known = [], [torch.empty(0, WORDS, dtype=torch.int32, device=device)], 0
-    for b, h in itertools.product(range(batch), range(heads)):
+    j = torch.arange(k_length, device=where).view(1, -1)
+    for b, h in itertools.product(*(torch.arange(n, device=where) for n in (batch, heads))):
         for t in range(0, height, step):
-            i = range(t * ROWS, min((t + step) * ROWS, q_length))
+            end = min((t + step) * ROWS, q_length)
+            i = torch.arange(t * ROWS, end, device=where).view(-1, 1)
+            rows = mod(b, h, i, j)
+            if not isinstance(rows, Tensor) or rows.dtype != torch.bool:
+                given = f"dtype {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
+                raise TypeError(f"mask_mod returned {given}; expected a tensor of torch.bool")
             tiles = -(-len(i) // ROWS)
             seen = torch.zeros(tiles * ROWS, width * COLUMNS, dtype=torch.bool, device=device)
-            seen[: len(i), :k_length] = rows(b, h, i).to(device)
+            seen[: len(i), :k_length] = rows.to(device)
             seen[len(i) :] = seen[len(i) - 1]  # past the end: what the last query sees
             found, table = _shared(_words(seen, tiles, width))
             slots.append(torch.where(found > WHOLE, found + known, found).view(tiles, width))

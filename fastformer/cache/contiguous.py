@@ -209,15 +209,11 @@ class KVCache(AttendedCache):
             TypeError: index is not an integer tensor.
         """
         rows = require_rows(index, self.lengths)
-        held = self.contents() if len(rows) == len(self.lengths) else (self.key, self.value)
-        key, value = (x.index_select(0, rows) for x in held)
-        lengths = self.lengths.index_select(0, rows)
         if len(rows) == len(self.lengths):
-            held[0].copy_(key)
-            held[1].copy_(value)
-            self.lengths.copy_(lengths)
+            for x in (*self.contents(), self.lengths):
+                x.copy_(x.index_select(0, rows))
         else:
-            self.key, self.value, self.lengths = key, value, lengths
+            self.key, self.value, self.lengths = (x.index_select(0, rows) for x in self.buffers())
         if not self._even:  # else all rows still have the length that the host knows
             self._measure()
 
@@ -238,8 +234,7 @@ class KVCache(AttendedCache):
         if self._fits(batch, heads, key, value):
             return
         for name, x, buffer in ("key", key, self.key), ("value", value, self.value):
-            if not isinstance(x, Tensor) or x.layout is not torch.strided:
-                checks.require_tensor(name, x)
+            checks.require_tensor(name, x)
             dim = buffer.shape[-1]
             n = key.shape[2] if key.dim() == 4 else 0
             if x.shape != (batch, heads, n, dim):
@@ -251,8 +246,7 @@ class KVCache(AttendedCache):
                 raise TypeError(
                     f"{name} has dtype {x.dtype}; expected that of the cache, {buffer.dtype}"
                 )
-            if x.device != buffer.device:
-                checks.require_device(name, x, "the cache", buffer)
+            checks.require_device(name, x, "the cache", buffer)
             if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"{name} requires a gradient, and a cache keeps none; "

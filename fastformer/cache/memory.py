@@ -66,12 +66,11 @@ class MemoryCache(AttendedCache):
             return
         assert self.key is not None and self.value is not None
         rows = require_rows(index, self.key)
-        key, value = (x.index_select(0, rows) for x in (self.key, self.value))
-        if key.shape == self.key.shape:
-            self.key.copy_(key)
-            self.value.copy_(value)
+        if len(rows) == len(self.key):
+            for x in (self.key, self.value):
+                x.copy_(x.index_select(0, rows))
         else:
-            self.key, self.value = key, value
+            self.key, self.value = (x.index_select(0, rows) for x in (self.key, self.value))
         self._memory = None
 
     def reset(self) -> None:

@@ -276,8 +276,13 @@ class MultiHeadedAttention(AliasedModule):
         stream: ResidualStream | None,
     ) -> Tensor:
         """Return the output [B, T, d_model] over the keys and values of the cache."""
-        _require_cache(cache, mask, options.pop("key_lengths"), rotary)
-        assert not isinstance(mask, Packing)
+        checks.require_instance("cache", cache, AttendedCache, "a KVCache or None")
+        if isinstance(mask, Packing):
+            raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
+        if options.pop("key_lengths") is not None:
+            raise ValueError("key_lengths is given together with a cache; expected None")
+        if isinstance(cache, MemoryCache) and rotary is not None:
+            raise ValueError("rotary is given together with a MemoryCache; expected None")
         mask = mask.dense() if isinstance(mask, BlockMask) else mask
         kept = isinstance(cache, MemoryCache) and cache.filled
         if isinstance(cache, MemoryCache) and kept:
@@ -321,7 +326,18 @@ class MultiHeadedAttention(AliasedModule):
         of the queries, None if it is that of the keys, and that of the keys.
         """
         query_packing, packing = packings
-        own = self._query_packing(query_packing, packing, options)
+        own = packing if query_packing is None else query_packing
+        checks.require_instance("query_packing", own, Packing, "a Packing or None")
+        if own.batch != packing.batch:
+            raise ValueError(
+                f"query_packing has {own.batch} sequences; expected those of mask, {packing.batch}"
+            )
+        at_bottom = options["causal_alignment"] == "bottom_right"
+        if query_packing is not None and self.keep_attention and at_bottom:
+            raise ValueError(
+                "causal_alignment is 'bottom_right' beside a query_packing and keep_attention; "
+                "expected 'top_left', or keep_attention = False"
+            )
         mask = packing.mask if query_packing is None else None
         for name in PADDED_OPTIONS:
             if options.pop(name, None) is not None:
@@ -358,25 +374,6 @@ class MultiHeadedAttention(AliasedModule):
                 options["bias"] = pad(options["bias"].detach()[:columns], packing)[:, None, None]
             self._keep_weights(q, k, real, options)
         return out.flatten(1)
-
-    def _query_packing(
-        self, query_packing: Packing | None, packing: Packing, options: dict[str, Any]
-    ) -> Packing:
-        """Return the packing of the queries: that of the keys, if none is given."""
-        if query_packing is None:
-            return packing
-        checks.require_instance("query_packing", query_packing, Packing, "a Packing or None")
-        if query_packing.batch != packing.batch:
-            raise ValueError(
-                f"query_packing has {query_packing.batch} sequences; "
-                f"expected those of mask, {packing.batch}"
-            )
-        if self.keep_attention and options["causal_alignment"] == "bottom_right":
-            raise ValueError(
-                "causal_alignment is 'bottom_right' beside a query_packing and keep_attention; "
-                "expected 'top_left', or keep_attention = False"
-            )
-        return query_packing
 
     def _projected(self, inputs: dict[str, Tensor], linears: list[Any]) -> list[Tensor]:
         """Project query, key and value [.., d_model] to [.., h or kv_heads, d_k].
@@ -448,19 +445,6 @@ class MultiHeadedAttention(AliasedModule):
     def extra_repr(self) -> str:
         grouped = "" if self.kv_heads == self.h else f", kv_heads={self.kv_heads}"
         return f"h={self.h}, d_k={self.d_k}{grouped}"
-
-
-def _require_cache(
-    cache: object, mask: AnyMask, key_lengths: Tensor | None, rotary: Pair | None
-) -> None:
-    """Require a cache, and no argument that does not go with it."""
-    checks.require_instance("cache", cache, AttendedCache, "a KVCache or None")
-    if isinstance(mask, Packing):
-        raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
-    if key_lengths is not None:
-        raise ValueError("key_lengths is given together with a cache; expected None")
-    if isinstance(cache, MemoryCache) and rotary is not None:
-        raise ValueError("rotary is given together with a MemoryCache; expected None")
 
 
 def _over_heads(mask: Tensor, query: Tensor, s: int) -> Tensor:

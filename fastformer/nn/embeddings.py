@@ -51,14 +51,6 @@ class Embeddings(nn.Module):
         return self.lut(x.long()) * math.sqrt(self.d_model)
 
 
-def _sinusoid(max_len: int, d_model: int) -> Tensor:
-    """Return pe [1, max_len, d_model] in float64; in float32, angles near 5000 are off by 2e-4."""
-    position = torch.arange(max_len, dtype=torch.float64).unsqueeze(1)
-    even = torch.arange(0, d_model, 2, dtype=torch.float64)
-    angle = position * 10000.0 ** (-even / d_model)  # [max_len, ceil(d / 2)]
-    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[None, :, :d_model]
-
-
 class PositionalEncoding(nn.Module):
     """dropout(x + pe[:, :S]), pe[p, 2i] = sin(p / 10000^(2i/d)), pe[p, 2i+1] = cos of the same.
 
@@ -89,7 +81,12 @@ class PositionalEncoding(nn.Module):
         super().__init__()
         d_model, max_len = checks.require_size(d_model=d_model, max_len=max_len)
         self.dropout = make_dropout(dropout)
-        pe = _sinusoid(max_len, d_model).to(torch.get_default_dtype())
+        # In float64: in float32, angles near 5000 are off by 2e-4.
+        position = torch.arange(max_len, dtype=torch.float64).unsqueeze(1)
+        even = torch.arange(0, d_model, 2, dtype=torch.float64)
+        angle = position * 10000.0 ** (-even / d_model)  # [max_len, ceil(d / 2)]
+        pe = torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[None, :, :d_model]
+        pe = pe.to(torch.get_default_dtype())
         if checks.require_flag("learned", learned):
             self.pe = nn.Parameter(pe)
         else:
@@ -195,18 +192,15 @@ class RotaryEmbedding(nn.Module):
             raise checks.wrong_shape("x", x, "[B, S, ...]")
         checks.require_device("x", x, "the table of RotaryEmbedding", self.table)
         if isinstance(start, Packing):
-            rows = self._packed(start)
+            require_longest("x", start, self.max_len)
+            sequence = start.indices // max(1, start.length)
+            tokens = torch.arange(len(sequence), device=sequence.device)
+            rows = F.embedding(tokens - start.cu_seqlens[sequence], self.table)
         else:
             rows = _rows("the table of RotaryEmbedding", self.table, "x", x, start)
             rows = rows if isinstance(start, Tensor) else rows[0]
         cos, sin = rows.chunk(2, -1)
         return cos, sin
-
-    def _packed(self, packing: Packing) -> Tensor:
-        require_longest("x", packing, self.max_len)
-        sequence = packing.indices // max(1, packing.length)
-        tokens = torch.arange(len(sequence), device=sequence.device)
-        return F.embedding(tokens - packing.cu_seqlens[sequence], self.table)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, max_len={self.max_len}, theta={self.theta}"

@@ -276,13 +276,8 @@ class MultiHeadedAttention(AliasedModule):
         stream: ResidualStream | None,
     ) -> Tensor:
         """Return the output [B, T, d_model] over the keys and values of the cache."""
-        checks.require_instance("cache", cache, AttendedCache, "a KVCache or None")
-        if isinstance(mask, Packing):
-            raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
-        if options.pop("key_lengths") is not None:
-            raise ValueError("key_lengths is given together with a cache; expected None")
-        if isinstance(cache, MemoryCache) and rotary is not None:
-            raise ValueError("rotary is given together with a MemoryCache; expected None")
+        _require_cache(cache, mask, options.pop("key_lengths"), rotary)
+        assert not isinstance(mask, Packing)
         mask = mask.dense() if isinstance(mask, BlockMask) else mask
         kept = isinstance(cache, MemoryCache) and cache.filled
         if isinstance(cache, MemoryCache) and kept:
@@ -445,6 +440,19 @@ class MultiHeadedAttention(AliasedModule):
     def extra_repr(self) -> str:
         grouped = "" if self.kv_heads == self.h else f", kv_heads={self.kv_heads}"
         return f"h={self.h}, d_k={self.d_k}{grouped}"
+
+
+def _require_cache(
+    cache: object, mask: AnyMask, key_lengths: Tensor | None, rotary: Pair | None
+) -> None:
+    """Require a cache, and no argument that does not go with it."""
+    checks.require_instance("cache", cache, AttendedCache, "a KVCache or None")
+    if isinstance(mask, Packing):
+        raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
+    if key_lengths is not None:
+        raise ValueError("key_lengths is given together with a cache; expected None")
+    if isinstance(cache, MemoryCache) and rotary is not None:
+        raise ValueError("rotary is given together with a MemoryCache; expected None")
 
 
 def _over_heads(mask: Tensor, query: Tensor, s: int) -> Tensor:

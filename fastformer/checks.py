@@ -70,9 +70,9 @@ def require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) 
             require_device(name, x, first_name, first)
 
 
-def require_integers(name: str, x: Tensor, expected: str = "an integer tensor") -> None:
+def require_integers(name: str, x: Tensor) -> None:
     """Require a dense tensor of integers."""
-    require_tensor(name, x, expected)
+    require_tensor(name, x, "an integer tensor")
     if x.dtype not in INTEGERS:
         raise TypeError(f"{name} has dtype {x.dtype}; expected integers")
 
@@ -189,18 +189,16 @@ def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
     return x
 
 
-# Called with (sizes, device=..., generator=...).
+# Called with (sizes, device=...).
 random_seeds = functools.partial(torch.randint, -(2**63), 2**63 - 1, dtype=torch.int64)
 
 
-def draw_seeds(
-    n: int, device: torch.device | None = None, generator: torch.Generator | None = None
-) -> Tensor:
+def draw_seeds(n: int, device: torch.device | None = None) -> Tensor:
     """Return n seeds [n] of torch's generator; on a CPU they are those of n calls for one. On a GPU
     they lie 16 bytes apart: a kernel is compiled for the alignment of its pointers.
     """
     spaced = n > 1 and device is not None and device.type != "cpu"
-    seeds = random_seeds((n, 2) if spaced else (n,), device=device, generator=generator)
+    seeds = random_seeds((n, 2) if spaced else (n,), device=device)
     return seeds[:, 0] if spaced else seeds
 
 

@@ -124,10 +124,8 @@ class KVCache(AttendedCache):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._write(key, value)
-                self.lengths.add_(n)
         else:
             self._write(key, value)
-            self.lengths.add_(n)
 
     def advance(self, n: int) -> None:
         """Do the work of the host in an append of n positions: require room and count."""
@@ -283,6 +281,7 @@ class KVCache(AttendedCache):
             places = places if n == 1 else places + torch.arange(n, device=key.device)
             at = self._rows, slice(None), places  # [B, n, G, D]
             self.key[at], self.value[at] = key.transpose(1, 2), value.transpose(1, 2)
+        self.lengths.add_(n)
 
     def _arguments(self, query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Arguments:
         lengths: Tensor | None = self.lengths

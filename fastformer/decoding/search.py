@@ -293,9 +293,8 @@ def beam_search(
     if not 0 <= length_penalty <= 32:  # above, the penalty of a long sequence overflows
         raise ValueError(f"length_penalty is {length_penalty}; expected a number from 0 to 32")
     penalty = _Penalty(repetition_penalty)
-    given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
-    options = num_beams, n_best, length_penalty, penalty
-    return _searched(_BeamSearch(make_steps(*given), *options)).result()
+    steps = make_steps(model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache)
+    return _searched(_BeamSearch(steps, num_beams, n_best, length_penalty, penalty)).result()
 
 
 Searching = TypeVar("Searching", bound="_RowSearch | _BeamSearch")
@@ -423,7 +422,12 @@ class _Penalty:
             return scores
         scores = _precise(scores)
         if self._seen is None:
-            self._seen = _prompt_tokens(steps, scores)
+            prompt, columns = steps.prompt.long(), torch.arange(steps.prompt.shape[1])
+            lengths = torch.as_tensor(steps.lengths, device=prompt.device).view(-1, 1)
+            tokens = prompt[:, :1].where(columns.to(prompt.device) >= lengths, prompt)
+            seen = scores.new_zeros(len(prompt), scores.shape[1], dtype=torch.bool)
+            seen.scatter_(1, tokens, True)
+            self._seen = seen.repeat_interleave(len(scores) // len(prompt), 0)
         # A model of one's own may give logits, which can be positive.
         lower = torch.where(scores < 0, scores * self._factor, scores / self._factor)
         return torch.where(self._seen, lower, scores)
@@ -433,16 +437,6 @@ class _Penalty:
         if self._seen is not None:
             self._seen = self._seen if rows is None else self._seen[rows]
             self._seen.scatter_(1, tokens.long().unsqueeze(1), True)
-
-
-def _prompt_tokens(steps: Steps, scores: Tensor) -> Tensor:
-    """Return a boolean like scores [R, V], True for the tokens of the row's prompt."""
-    prompt, columns = steps.prompt.long(), torch.arange(steps.prompt.shape[1])
-    lengths = torch.as_tensor(steps.lengths, device=prompt.device).view(-1, 1)
-    tokens = prompt[:, :1].where(columns.to(prompt.device) >= lengths, prompt)
-    seen = scores.new_zeros(len(prompt), scores.shape[1], dtype=torch.bool)
-    seen.scatter_(1, tokens, True)
-    return seen.repeat_interleave(len(scores) // len(prompt), 0)
 
 
 def _precise(scores: Tensor) -> Tensor:

@@ -248,7 +248,7 @@ class MultiHeadedAttention(AliasedModule):
             mask = _over_heads(mask, q, k.shape[2])
         p = dropout_probability(self.dropout)
         grouped = self.kv_heads != self.h
-        q, k, rotation = self._to_rotate(q, k, rotary)
+        q, k, rotation = self._positioned(q, k, rotary)
         op, given = "scaled_dot_product_attention", (q, k, v, mask, p)
         more = dict(enable_gqa=grouped, dropout_seed=dropout_seed)
         out = joint_attention(op, projected, rotation, *given, **more, **options)
@@ -295,7 +295,7 @@ class MultiHeadedAttention(AliasedModule):
         projected = (linear(x) for linear, x in zip(linears, inputs.values()))
         q, *new = [x.unflatten(-1, (-1, self.d_k)).transpose(1, 2) for x in projected]
         if new:
-            q, new[0] = self._positioned(q, new[0], rotary)
+            q, new[0], _ = self._positioned(q, new[0], rotary, now=True)
         elif self.query_norm is not None:
             q = self.query_norm(q)
         if mask is not None:
@@ -347,7 +347,7 @@ class MultiHeadedAttention(AliasedModule):
         q, k, v = projected.parts()
         offsets = own.cu_seqlens, packing.cu_seqlens, own.longest, packing.longest
         p = dropout_probability(self.dropout)
-        q, k, rotation = self._to_rotate(q, k, rotary)
+        q, k, rotation = self._positioned(q, k, rotary)
         op, rows = "packed_attention", (q, k, v, *offsets)
         out = joint_attention(
             op, projected, rotation, *rows, attn_mask=mask, dropout_p=p, **options
@@ -390,40 +390,27 @@ class MultiHeadedAttention(AliasedModule):
             out.append(torch.unflatten(F.linear(value, weight, bias), -1, (-1, self.d_k)))
         return out
 
-    def _positioned(self, q: Tensor, k: Tensor, rotary: Pair | None) -> Pair:
-        """Return q and k after their norms and the rotation, which are one kernel."""
-        rotation = self._rotation(rotary)
-        if rotation is None:
-            assert self.query_norm is not None and self.key_norm is not None
-            q, k = self.query_norm(q), self.key_norm(k)
-            rotation = {} if rotary is None else dict(zip(("cos", "sin"), rotary))
-        return functional.rotary_embedding(q, k, **rotation) if rotation else (q, k)
-
-    def _to_rotate(
-        self, q: Tensor, k: Tensor, rotary: Pair | None
+    def _positioned(
+        self, q: Tensor, k: Tensor, rotary: Pair | None, now: bool = False
     ) -> tuple[Tensor, Tensor, dict[str, Any] | None]:
-        """Return q and k, and the rotation that `joint_attention` has to compute first. It is None
-        if they are rotated already, which `_keep_weights` needs.
+        """Return q and k, and the arguments of `rotary_embedding`, the norms and the rotation, that
+        `joint_attention` has to compute first. They are None if that is done already: with now, for
+        `_keep_weights`, and after norms that are modules of their own.
         """
-        rotation = self._rotation(rotary)
-        if rotation is None or (rotation and self.keep_attention):
-            return *self._positioned(q, k, rotary), None
-        return q, k, rotation
-
-    def _rotation(self, rotary: Pair | None) -> dict[str, Any] | None:
-        """Return the arguments of `rotary_embedding` that compute norms and rotation, none if there
-        are neither; None if the norms are modules of their own.
-        """
-        first, second = self.query_norm, self.key_norm
         if rotary is not None and (not isinstance(rotary, tuple) or len(rotary) != 2):
             raise TypeError(f"rotary is a {type(rotary).__name__}; expected (cos, sin) or None")
-        tables = {} if rotary is None else dict(zip(("cos", "sin"), rotary))
-        if first is None or second is None:
-            return tables
-        fused = type(first) is type(second) is RMSNorm and is_unmodified(first, second)
-        if not tables or not fused or first.eps != second.eps:
-            return None
-        return tables | dict(query_norm=first.weight, key_norm=second.weight, eps=first.eps)
+        rotation: dict[str, Any] = {} if rotary is None else dict(zip(("cos", "sin"), rotary))
+        first, second = self.query_norm, self.key_norm
+        if first is not None and second is not None:
+            fused = type(first) is type(second) is RMSNorm and is_unmodified(first, second)
+            if rotation and fused and first.eps == second.eps:
+                rotation |= dict(query_norm=first.weight, key_norm=second.weight, eps=first.eps)
+            else:
+                q, k, now = first(q), second(k), True
+        if rotation and (now or self.keep_attention):
+            q, k = functional.rotary_embedding(q, k, **rotation)
+            now = True
+        return q, k, None if now else rotation
 
     def _keep_weights(
         self, q: Tensor, k: Tensor, mask: Tensor | BlockMask | None, options: dict[str, Any]

@@ -40,9 +40,8 @@ class LayerNorm(AliasedModule):
 
     def __init__(self, features: int, eps: float = 1e-6, unbiased: bool = False) -> None:
         super().__init__()
-        [features] = checks.require_size(
-            2 if checks.require_flag("unbiased", unbiased) else 1, features=features
-        )
+        least = 2 if checks.require_flag("unbiased", unbiased) else 1
+        [features] = checks.require_size(least, features=features)
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
         self.eps = checks.require_eps(eps)

@@ -150,8 +150,7 @@ class Decoder(_Stack):
         if memory is not None or cache is None:
             require_norm_input("memory", memory, self.norm)
         require_cache(cache)
-        context = memory, src_mask, tgt_mask
-        return self._run(DecoderLayer, x, *context, seeds=_seeds, cache=cache)
+        return self._run(DecoderLayer, x, memory, src_mask, tgt_mask, seeds=_seeds, cache=cache)
 
 
 def require_cache(cache: object, kind: type = DecoderCache) -> None:
@@ -323,17 +322,13 @@ class DecoderLayer(nn.Module):
         kept: dict[str, Any] = {} if cache is None else {"cache": cache.memory}
         if isinstance(tgt_mask, Packing):
             own, kept = {**own, "is_causal": True}, {**kept, "query_packing": tgt_mask}
-        connections = list(self.sublayer)
+        first, second, last = self.sublayer
         own |= _seed(stream, self.self_attn, 0, cache)
         kept |= _seed(stream, self.src_attn, 2, cache)
         seed = _seed(stream, self.feed_forward, 4)
-
-        def attend(x: Tensor) -> Tensor:
-            return self.src_attn(x, memory, memory, src_mask, **kept)
-
-        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, tgt_mask, **own), 1)
-        _add(stream, connections[1], attend, 3)
-        _add(stream, connections[2], lambda x: self.feed_forward(x, **seed), 5)
+        _add(stream, first, lambda x: self.self_attn(x, x, x, tgt_mask, **own), 1)
+        _add(stream, second, lambda x: self.src_attn(x, memory, memory, src_mask, **kept), 3)
+        _add(stream, last, lambda x: self.feed_forward(x, **seed), 5)
 
 
 def _seed(

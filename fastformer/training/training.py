@@ -310,9 +310,8 @@ class SimpleLossCompute:
         if not (type(generator) is Generator and type(criterion) is LabelSmoothing):
             return None
         proj = generator.proj
-        if type(proj) is not nn.Linear or not is_unmodified(generator, proj, criterion):
-            return None
-        if proj.out_features != criterion.size or y.dtype != torch.int64:
+        plain = type(proj) is nn.Linear and is_unmodified(generator, proj, criterion)
+        if not plain or proj.out_features != criterion.size or y.dtype != torch.int64:
             return None
         criterion._target = y.reshape(-1)
         return functional.linear_cross_entropy(
@@ -538,10 +537,9 @@ def _require_update(
         )
     if after_update is not None:
         checks.require_callable("a function of a loss", after_update=after_update)
-    more = accumulation_steps if accumulation_steps > 1 else None
     given: dict[str, Any] = dict(
         scheduler=scheduler,
-        accumulation_steps=more,
+        accumulation_steps=accumulation_steps if accumulation_steps > 1 else None,
         max_grad_norm=max_grad_norm,
         scaler=scaler,
         cuda_graph=graph,

@@ -96,8 +96,7 @@ class PositionalEncoding(nn.Module):
         require_features("x", x, self.pe.shape[2])
         checks.require_floating(x=x)
         checks.require_device("x", x, "pe", self.pe)
-        x = x + self.rows("x", x, start).to(x.dtype)
-        return self.dropout(x)
+        return self.dropout(x + self.rows("x", x, start).to(x.dtype))
 
     def rows(self, name: str, x: Tensor, start: int | Tensor = 0) -> Tensor:
         """Return pe at the positions of x: [1, S, d_model]; [B, S, d_model] for a tensor."""

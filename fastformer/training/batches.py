@@ -188,17 +188,15 @@ class token_batches:
         seed: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        [tokens] = checks.require_size(2, tokens=tokens)
-        padding_idx = checks.require_int("padding_idx", padding_idx)
-        seed = checks.require_int("seed", seed)
-        flags = dict(packed=packed, shuffle=shuffle, pin_memory=pin_memory)
-        self._packed, self._shuffle, self._pin = (
-            checks.require_flag(name, x) for name, x in flags.items()
-        )
+        [self._tokens] = checks.require_size(2, tokens=tokens)
+        self.padding_idx = checks.require_int("padding_idx", padding_idx)
+        self._seed = checks.require_int("seed", seed)
+        self._packed = checks.require_flag("packed", packed)
+        self._shuffle = checks.require_flag("shuffle", shuffle)
+        self._pin = checks.require_flag("pin_memory", pin_memory)
         if isinstance(data, (str, Tensor)) or not isinstance(data, Iterable):
             raise TypeError(f"data is a {type(data).__name__}; expected a list of pairs or rows")
-        self._data, self._tokens, self._seed = list(data), tokens, seed
-        self.padding_idx = padding_idx
+        self._data = list(data)
         if not self._data:
             raise ValueError("data is empty; expected pairs or rows of token ids")
         self._lengths = torch.tensor([self._length(i) for i in range(len(self._data))])

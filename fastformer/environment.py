@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 
 import torch
 
@@ -45,10 +46,8 @@ def machine(device: torch.device) -> str | None:
 
 def _triton_version() -> str | None:
     for name in ("triton", "pytorch-triton", "triton-windows"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 
@@ -58,8 +57,7 @@ def _driver() -> str | None:
     if command is None:
         return None
     query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.split("\n")[0].strip() or None
+        return answer.stdout.split("\n")[0].strip() or None
+    return None

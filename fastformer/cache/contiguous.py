@@ -284,12 +284,8 @@ class KVCache(AttendedCache):
         self.lengths.add_(n)
 
     def _arguments(self, query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Arguments:
-        lengths: Tensor | None = self.lengths
-        if self._fixed_shapes:
-            key, value = self.key, self.value
-        else:
-            key, value = self.contents()
-            lengths = None if self._even else lengths
+        key, value = (self.key, self.value) if self._fixed_shapes else self.contents()
+        lengths = None if self._even and not self._fixed_shapes else self.lengths
         options = dict(options, key_lengths=lengths, causal_alignment="bottom_right")
         options["is_causal"] = query.shape[-2] > 1
         options["bias"] = self._over_keys(options.get("bias"), key.shape[2])

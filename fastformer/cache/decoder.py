@@ -94,9 +94,7 @@ class DecoderCache:
 
     def start(self) -> int | Tensor:
         """Return the position of the next token: an int, or a tensor [B] as in `KVCache.start`."""
-        for own in self._own():
-            return own.start()
-        return 0
+        return next((own.start() for own in self._own()), 0)
 
     def reorder(self, index: Tensor, same_memory: bool = False) -> None:
         """Replace row i by row index[i], for all i at once.

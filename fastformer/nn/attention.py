@@ -417,9 +417,8 @@ class MultiHeadedAttention(AliasedModule):
     ) -> None:
         """Set `attn` to the weights of q [B, h, T, d_k] and k if `keep_attention`, else to None."""
         if self.keep_attention:
-            grouped = self.kv_heads != self.h
             self.attn = functional.attention_weights(
-                q.detach(), k.detach(), mask, enable_gqa=grouped, **options
+                q.detach(), k.detach(), mask, enable_gqa=self.kv_heads != self.h, **options
             )
         elif self.attn is not None:
             self.attn = None

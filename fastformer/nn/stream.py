@@ -97,8 +97,7 @@ class ResidualStream:
         out, dropout, seed, bias = self.pending
         if out.dtype != self.x.dtype and autocast_dtype(out) is None:
             return norm(self.value())
-        p = dropout_probability(dropout)
-        added = {"dropout_p": p, "dropout_seed": seed, "input_bias": bias}
+        added = dict(dropout_p=dropout_probability(dropout), dropout_seed=seed, input_bias=bias)
         normalized, self.x = type(norm).__dict__["after_sum"](norm, out, self.x, added)
         self.pending = None
         return normalized

@@ -201,8 +201,7 @@ class Checkpoints:
                     shutil.rmtree(path, ignore_errors=True)
                 if not isinstance(reason, (OSError, RuntimeError)):
                     raise
-                message = f"checkpoint {path} cannot be written: {reason}"
-                raise OSError(message) from None
+                raise OSError(f"checkpoint {path} cannot be written: {reason}") from None
         self._delete(self._found()[KEPT:])
 
     def _delete(self, steps: list[int]) -> None:

@@ -484,6 +484,8 @@ def _reports(report: Any, report_every: int, progress: bool | None) -> tuple[Any
 def _require_epoch(data: object, updates: Updates) -> None:
     """Check the arguments of `run_epoch`; warn of training in eval mode."""
     model, loss_compute, optimizer, scheduler, *_ = updates
+    if scheduler is not None and optimizer is None:
+        raise ValueError("scheduler is given without an optimizer; expected both or neither")
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
         raise TypeError(f"data is a {type(data).__name__}; expected an iterable of batches")
     checks.require_callable("a module", model=model)
@@ -512,7 +514,7 @@ def _require_update(
     updates: Updates, accumulation_steps: int, cuda_graph: bool, after_update: Any
 ) -> None:
     """Check the arguments of `run_epoch` that say how an update is made."""
-    *_, optimizer, scheduler, max_grad_norm, autocast, scaler = updates
+    *_, optimizer, _, max_grad_norm, autocast, scaler = updates
     checks.require_size(accumulation_steps=accumulation_steps)
     if max_grad_norm is not None:
         norm = checks.require_number("max_grad_norm", max_grad_norm, "a number, or None")
@@ -538,7 +540,6 @@ def _require_update(
     if after_update is not None:
         checks.require_callable("a function of a loss", after_update=after_update)
     given: dict[str, Any] = dict(
-        scheduler=scheduler,
         accumulation_steps=accumulation_steps if accumulation_steps > 1 else None,
         max_grad_norm=max_grad_norm,
         scaler=scaler,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,12 +34,12 @@ def _direct(
 ) -> Callable[..., Tensor] | None:
     if return_lse or key.shape[1] != query.shape[1]:
         return None
-    fields = ("attn_mask", "bias", "key_lengths")
-    without = attention._replace(**dict.fromkeys(fields))
-    name = next((x for x in fields if getattr(attention, x) is not None), "bias")
+    without = attention._replace(attn_mask=None, bias=None, key_lengths=None)
+    names = ("attn_mask", "bias", "key_lengths")
+    given = [name for name in names if getattr(attention, name) is not None]
 
-    def by_formula(query: Tensor, key: Tensor, value: Tensor, x: Tensor | None = None) -> Tensor:
-        described = without._replace(**{name: x})
+    def by_formula(query: Tensor, key: Tensor, value: Tensor, x: Any = None) -> Tensor:
+        described = without._replace(**dict.fromkeys(given, x))
         return reference.scaled_dot_product_attention(query, key, value, described)
 
     run = by_torch.torch_op(query, key, value, attention, by_formula)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -81,12 +81,10 @@ class Mask:
 
     dtype = torch.bool
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
     def dim(self) -> int:
         return len(self.shape)
+
+    ndim = property(dim)
 
     def size(self, dim: int | None = None) -> int | tuple[int, ...]:
         return self.shape if dim is None else self.shape[dim]
@@ -160,11 +158,11 @@ class Mask:
     def __getattr__(self, name: str) -> NoReturn:
         if name[:2] == "__":
             raise AttributeError(name)
-        raise _UnsupportedError(_unsupported(self.owner, name))
+        raise _unsupported(self.owner, name)
 
 
-def _unsupported(owner: str, what: str) -> str:
-    return (
+def _unsupported(owner: str, what: str) -> _UnsupportedError:
+    return _UnsupportedError(
         f"{owner} computes with its attention mask by itself ({what}): it is not supported by "
         f"attn_implementation={NAME!r}, whose masks are read by fastformer's attention alone; take "
         "'eager' or 'sdpa' for this model"
@@ -174,7 +172,7 @@ def _unsupported(owner: str, what: str) -> str:
 def _boolean(x: object, mask: Mask) -> Tensor:
     x = x.complete() if isinstance(x, Mask) else x
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        raise _UnsupportedError(_unsupported(mask.owner, "it is joined with what is not boolean"))
+        raise _unsupported(mask.owner, "it is joined with what is not boolean")
     return x
 
 
@@ -191,7 +189,7 @@ def _unsupported_method(name: str) -> Callable[..., NoReturn]:
     """Return a method of Mask that raises an error for the operation `name`."""
 
     def method(self: Mask, *args: object) -> NoReturn:
-        raise _UnsupportedError(_unsupported(self.owner, name))
+        raise _unsupported(self.owner, name)
 
     return method
 
@@ -216,11 +214,7 @@ class _FunctionMask(Mask):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
     ) -> Mask | Tensor | tuple[Tensor, ...]:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
@@ -229,26 +223,21 @@ class _FunctionMask(Mask):
             return args[0][0]._of(torch.cat(parts, *args[1:], **kwargs))
         if func is torch.where and args and isinstance(args[0], Mask):
             return torch.where(args[0].complete(), *args[1:], **kwargs)
-        masks = _masks_in((*args, *kwargs.values()))
+        masks = [x for x in (*args, *kwargs.values()) if isinstance(x, Mask)]
         if masks and name in _JOINS:
             return _JOINS[name](masks[0], next(x for x in args if x is not masks[0]))
-        if masks and name in _INVERSIONS:
+        if masks and name in ("bitwise_not", "logical_not"):
             return ~masks[0]
         for sequence in args:
             if isinstance(sequence, (list, tuple)):
-                masks += _masks_in(sequence)
-        raise _UnsupportedError(_unsupported(masks[0].owner if masks else "the model", name))
+                masks += [x for x in sequence if isinstance(x, Mask)]
+        raise _unsupported(masks[0].owner if masks else "the model", name)
 
 
 _JOINS = {
     **dict.fromkeys(("__and__", "bitwise_and", "logical_and"), operator.and_),
     **dict.fromkeys(("__or__", "bitwise_or", "logical_or"), operator.or_),
 }
-_INVERSIONS = ("bitwise_not", "logical_not")
-
-
-def _masks_in(values: Iterable[object]) -> list[Mask]:
-    return [x for x in values if isinstance(x, Mask)]
 
 
 def mask(
@@ -305,16 +294,15 @@ def mask(
         sides = _sides(of_one)
         if sides is not None and batch_size == 1 and q_length == kv_length:
             sequences = Sequences.of_indices(indices)
-            sides = _within(sides, q_length, kv_length)
-            return kind(shape, None, *sides, device, owner, None, sequences)
+            band = _within(sides, q_length, kv_length)
+            return kind(shape, None, *band, device, owner, None, sequences)
     sides = _sides(mask_function)
     aligned = isinstance(q_offset, int) and q_offset + q_length == keys.stop
     if sides is not None and sides[1] == 0 and kv_offset == 0 and not aligned:
         held = _held(q_offset, shape, device)
         if held is not None and _is_padding_mask(attention_mask, 0):
-            left, right = _within(sides, q_length, kv_length)
             visible = _padding_of_buffer(attention_mask, kv_length, held)
-            return kind(shape, visible, left, right, device, owner, held)
+            return kind(shape, visible, *_within(sides, q_length, kv_length), device, owner, held)
     banded = sides == (None, None) or (sides is not None and aligned)
     skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if not (banded and skip and _is_padding_mask(attention_mask, keys.stop)):

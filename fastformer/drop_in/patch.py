@@ -120,53 +120,55 @@ def accelerate(
             require_flag(name, flag)
     report = Report()
     plan = _plan(model, report)
-    _change_classes(plan)
-    if inputs or named:
-        _name_attention(model, inputs, named, plan, report)
-    in_layers: set[nn.Module] = set()  # torch's layers call these with need_weights=False
-    for module in report._modules.values():
-        if isinstance(module, FusedTransformerEncoder) and drop_padding is not None:
-            module._drops_padding = drop_padding
-        if isinstance(module, Layer):
-            in_layers |= {getattr(module, name) for name in module._attentions}
-    for name, module in report._modules.items():
-        if isinstance(module, FusedMultiheadAttention):
-            if need_weights is not None:
-                module._returns_weights = need_weights
-            if module._returns_weights and module not in in_layers:
-                report.notes[name] = NEEDS_WEIGHTS
-    _skip_logits(report, skip_logits)
+    try:
+        for module, cls in plan:
+            module.__class__ = cls
+        if inputs or named:
+            _name_attention(model, inputs, named, report)
+    except BaseException:
+        for module, _ in plan:
+            if isinstance(module, Accelerated):
+                _restore_class(module)
+        raise
+    _set_options(report, drop_padding, need_weights, skip_logits)
     return report
 
 
-def _name_attention(model: nn.Module, inputs: Any, named: Any, plan: Plan, report: Report) -> None:
-    """Run the model, and note what attention torch has computed. On an error undo the plan."""
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            rows = explain(model, *inputs, **named).rows
-    except BaseException:
-        for module, _ in plan:
-            _restore_class(module)  # type: ignore[arg-type]
-        raise
+def _name_attention(model: nn.Module, inputs: Any, named: Any, report: Report) -> None:
+    """Run the model, and note what attention torch has computed."""
+    with torch.no_grad(), torch.random.fork_rng():
+        rows = explain(model, *inputs, **named).rows
     for name, op, backend, reason in rows:
         known = report.skipped.get(name, "").endswith(reason)
         if backend == "torch" and reason.startswith(ATTENTION_WORDS) and not known:
             report.notes.setdefault(name, f"{op}: {reason}")
 
 
-def _skip_logits(report: Report, skip: bool | None) -> None:
-    """Let the losses that were replaced skip their logits if they can, and note why others cannot.
-    None keeps what an earlier call chose.
+def _set_options(
+    report: Report, drop_padding: bool | None, need_weights: bool | None, skip_logits: bool | None
+) -> None:
+    """Set the options of `accelerate`, but keep those of an earlier call where they are None, and
+    note the attention that returns its weights and the losses that cannot skip their logits.
     """
+    layers = [module for module in report._modules.values() if isinstance(module, Layer)]
+    # Torch's layers call these with need_weights=False.
+    in_layers = {getattr(layer, name) for layer in layers for name in layer._attentions}
     found = False
     for name, module in report._modules.items():
+        if isinstance(module, FusedTransformerEncoder) and drop_padding is not None:
+            module._drops_padding = drop_padding
+        if isinstance(module, FusedMultiheadAttention):
+            if need_weights is not None:
+                module._returns_weights = need_weights
+            if module._returns_weights and module not in in_layers:
+                report.notes[name] = NEEDS_WEIGHTS
         if isinstance(module, FusedModelWithLoss):
-            found, wanted = True, module._skips_logits if skip is None else skip
+            found, wanted = True, module._skips_logits if skip_logits is None else skip_logits
             reason = needs_logits(module) if wanted else None
             module._skips_logits = wanted and reason is None
             if reason is not None:
                 report.notes[name] = f"its logits are not skipped: {reason}"
-    if skip and not found:
+    if skip_logits and not found:
         report.notes[""] = "no logits are skipped: no loss of logits was replaced"
 
 
@@ -258,10 +260,8 @@ def _plan(model: nn.Module, report: Report) -> Plan:
             report.already.append(name)
             report._modules[name] = module
             continue
-        kind = _kind(module)
-        if kind is None:
-            kind = unknown_structure(module) or remaining(module)
-            kind = kind or known_methods.unknown_layer(module)
+        kind = _kind(module) or unknown_structure(module) or remaining(module)
+        kind = kind or known_methods.unknown_layer(module)
         try:
             cls = kind if kind is None or isinstance(kind, str) else class_for(kind, type(module))
         except Exception as error:  # the original class may reject subclasses
@@ -275,20 +275,6 @@ def _plan(model: nn.Module, report: Report) -> Plan:
             if issubclass(cls, AnySignature) and (own := remaining_attention(module)):
                 report.notes[name] = f"{type(module).__name__}: {own}"
     return plan
-
-
-def _change_classes(plan: Plan) -> None:
-    """Give each module its new class; on an error, give all their original classes back."""
-    changed: list[Accelerated] = []
-    try:
-        for module, cls in plan:
-            module.__class__ = cls
-            assert isinstance(module, Accelerated)
-            changed.append(module)
-    except BaseException:
-        for done in changed:
-            _restore_class(done)
-        raise
 
 
 def _restore_class(module: Accelerated) -> None:

@@ -50,8 +50,8 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         if reason is not None:
             return self._run_original(reason, query, key, value, *options)
         try:
-            self._require_inputs(query, key, value)
-            visibility = self._visibility(query, key, attn_mask, key_padding_mask, is_causal)
+            masks = attn_mask, key_padding_mask
+            visibility = self._visibility(query, key, value, *masks, is_causal)
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, query, key, value, *options)
         with base.ops_of(self):
@@ -142,18 +142,19 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         self,
         query: Tensor,
         key: Tensor,
+        value: Tensor,
         attn_mask: Tensor | None,
         key_padding_mask: Tensor | None,
         is_causal: bool,
         names: tuple[str, str] = ("attn_mask", "key_padding_mask"),
     ) -> Visibility:
-        """Translate torch's two masks; raise ValueError or TypeError for an invalid mask.
+        """Check the inputs and translate torch's two masks; raise ValueError or TypeError.
 
-        query: [N, L, E], [L, N, E] or [L, E]. key: [N, S, E], [S, N, E] or [S, E]. attn_mask:
-        [L, S] or [N H, L, S], or a `BlockMask` of [N, H, L, S], in which True keeps a key.
-        key_padding_mask: [N, S] or [S]. names: the names of the two masks,
-        for error messages.
+        query: [N, L, E], [L, N, E] or [L, E]. key, value: [N, S, E], [S, N, E] or [S, E].
+        attn_mask: [L, S] or [N H, L, S], or a `BlockMask` of [N, H, L, S], in which True keeps a
+        key. key_padding_mask: [N, S] or [S]. names: those of the masks, for error messages.
         """
+        self._require_inputs(query, key, value)
         blocks = attn_mask if isinstance(attn_mask, BlockMask) else None
         if blocks is not None:
             attn_mask, is_causal = None, False
@@ -241,9 +242,7 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         """Append bias_k and bias_v, and zeros, which every query sees, to k and v [N, H, S, D]."""
         if not self._appends_keys():
             return k, v, seen
-        ends: list[tuple[Tensor, Tensor]] = []
-        if self.bias_k is not None and self.bias_v is not None:
-            ends.append((self.bias_k, self.bias_v))
+        ends: list[Any] = [] if self.bias_k is None else [(self.bias_k, self.bias_v)]
         if self.add_zero_attn:
             ends.append((k.new_zeros(1, 1, self.embed_dim),) * 2)
         mask, bias = seen.attn_mask, seen.bias

@@ -201,8 +201,6 @@ def unsupported_tensor(*tensors: Tensor | BlockMask | None) -> str | None:
     for x in tensors:
         if x is None or isinstance(x, BlockMask):
             continue
-        if type(x) in _PLAIN and not transformed and not x.is_nested:
-            continue
         if type(x) not in _PLAIN and not (tracing or isinstance(x, FakeTensor)):
             return f"an input or a parameter is a {type(x).__name__}"
         if x.is_nested:

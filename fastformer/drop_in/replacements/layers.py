@@ -72,6 +72,8 @@ class Layer(OnStream):
     linear1: nn.Linear
     linear2: nn.Linear
     norm_first: bool
+    self_attn: Any
+    multihead_attn: Any
     dropout: nn.Dropout
     activation: Callable[[Tensor], Tensor]
 
@@ -80,9 +82,9 @@ class Layer(OnStream):
         return 2 * len(self._attentions) + 2  # each sublayer's own, and its output's
 
     def _unsupported_reason(self) -> str | None:
-        first = attention_of(self, self._attentions[0])
+        first = getattr(self, self._attentions[0])
         for name in self._attentions:
-            attention = attention_of(self, name)
+            attention = getattr(self, name)
             if not isinstance(attention, FusedMultiheadAttention):
                 return f"{name} is a {type(attention).__name__} that was not replaced"
             if not is_unmodified(attention):
@@ -99,6 +101,22 @@ class Layer(OnStream):
     def _stream_output(self, stream: ResidualStream) -> Tensor:
         return stream.value().contiguous()
 
+    def _through(
+        self,
+        stream: ResidualStream,
+        own: Visibility,
+        memory: Tensor | None = None,
+        cross: Visibility | None = None,
+    ) -> None:
+        sublayers = [self._attention_sublayer(stream, 0, "self_attn", own)]
+        if cross is not None:
+            sublayers.append(self._attention_sublayer(stream, 2, "multihead_attn", cross, memory))
+        sublayers.append(self._feed_forward_sublayer(stream, 2 * len(sublayers)))
+        with base.ops_of(self):
+            for i, sublayer in enumerate(sublayers, 1):
+                norm, dropout = getattr(self, f"norm{i}"), getattr(self, f"dropout{i}")
+                stream.add_sublayer(sublayer, norm, dropout, self.norm_first, 2 * i - 1)
+
     def _attention_sublayer(
         self,
         stream: ResidualStream,
@@ -108,7 +126,7 @@ class Layer(OnStream):
         memory: Tensor | None = None,
     ) -> Callable[[Tensor], Tensor]:
         """Return the function x -> attention(x, memory, memory), or self-attention if no memory."""
-        attention = attention_of(self, name)
+        attention = getattr(self, name)
         drops = attention.training and attention.dropout
         seed = stream.seeds.of(site, stream.x.device) if drops else None
 
@@ -126,11 +144,6 @@ class Layer(OnStream):
         parts = self.linear1, op_activation(self.activation), self.dropout, self.linear2
         seed = stream.seed(site, self.dropout)
         return lambda x: apply_feed_forward(x, *parts, seed, stream)
-
-
-def attention_of(layer: Layer, name: str) -> FusedMultiheadAttention:
-    """Return a layer's attention, as the class that `Layer._unsupported_reason` requires."""
-    return getattr(layer, name)
 
 
 def op_activation(function: Any) -> str | Callable[[Tensor], Tensor]:
@@ -168,7 +181,7 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         return self._forward_on_stream(
             (src, *masks),
             (is_causal,),
-            lambda: (encoder_visibility(self, src, masks, is_causal, names),),
+            lambda: (self.self_attn._visibility(src, src, src, *masks, is_causal, names),),
         )
 
     def _is_plain(self, x: Tensor) -> bool:
@@ -188,14 +201,6 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             and not attention._appends_keys()
             and op_activation(self.activation) in ("relu", "gelu")
         )
-
-    def _through(self, stream: ResidualStream, visibility: Visibility) -> None:
-        attend = self._attention_sublayer(stream, 0, "self_attn", visibility)
-        feed_forward = self._feed_forward_sublayer(stream, 2)
-        with base.ops_of(self):
-            first = self.norm_first
-            stream.add_sublayer(attend, self.norm1, self.dropout1, first, 1)
-            stream.add_sublayer(feed_forward, self.norm2, self.dropout2, first, 3)
 
 
 _PLAIN = {  # the classes of the submodules that torch's op computes
@@ -231,15 +236,6 @@ def _leaves_keys(padding: Tensor, x: Tensor) -> bool:
     return padding.shape == x.shape[:2] and True not in padding.all(1).tolist()
 
 
-def encoder_visibility(
-    layer: Layer, src: Tensor, masks: Masks, is_causal: bool, names: tuple[str, str]
-) -> Visibility:
-    """Check src [N, L, E], [L, N, E] or [L, E], and translate the two masks of self-attention."""
-    attention = attention_of(layer, "self_attn")
-    attention._require_inputs(src, src, src)
-    return attention._visibility(src, src, masks[0], masks[1], is_causal, names)
-
-
 class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
     _internal = ("forward", "_sa_block", "_mha_block", "_ff_block")
     _attentions = ("self_attn", "multihead_attn")
@@ -261,18 +257,6 @@ class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
             (tgt, memory, *masks), hints, lambda: decoder_context(self, tgt, memory, masks, hints)
         )
 
-    def _through(
-        self, stream: ResidualStream, own: Visibility, memory: Tensor, cross: Visibility
-    ) -> None:
-        attend = self._attention_sublayer(stream, 0, "self_attn", own)
-        attend_to_memory = self._attention_sublayer(stream, 2, "multihead_attn", cross, memory)
-        feed_forward = self._feed_forward_sublayer(stream, 4)
-        with base.ops_of(self):
-            first = self.norm_first
-            stream.add_sublayer(attend, self.norm1, self.dropout1, first, 1)
-            stream.add_sublayer(attend_to_memory, self.norm2, self.dropout2, first, 3)
-            stream.add_sublayer(feed_forward, self.norm3, self.dropout3, first, 5)
-
 
 def decoder_context(
     layer: Layer, tgt: Tensor, memory: Tensor, masks: Masks, hints: tuple[bool, bool]
@@ -284,9 +268,7 @@ def decoder_context(
     """
     tgt_mask, memory_mask, tgt_padding, memory_padding = masks
     names = ("tgt_mask", "tgt_key_padding_mask")
-    own = encoder_visibility(layer, tgt, (tgt_mask, tgt_padding), hints[0], names)
-    cross = attention_of(layer, "multihead_attn")
-    cross._require_inputs(tgt, memory, memory)
+    own = layer.self_attn._visibility(tgt, tgt, tgt, tgt_mask, tgt_padding, hints[0], names)
     names = ("memory_mask", "memory_key_padding_mask")
-    seen = cross._visibility(tgt, memory, memory_mask, memory_padding, hints[1], names)
-    return own, memory, seen
+    given = tgt, memory, memory, memory_mask, memory_padding
+    return own, memory, layer.multihead_attn._visibility(*given, hints[1], names)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.drop_in.replacements import base, layers
-from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
+from fastformer.drop_in.replacements.attention import Visibility
 from fastformer.eager import eager
 from fastformer.nn.padding import Packing, packing_of, pad, unpad
 from fastformer.nn.seeds import Seeds
@@ -69,7 +69,7 @@ class Stack(layers.OnStream):
 
 def _mask_form(layer: layers.Layer, name: str) -> tuple[object, ...]:
     """Return what two layers must have in common to share the translated masks."""
-    attention: FusedMultiheadAttention = layers.attention_of(layer, name)
+    attention = getattr(layer, name)
     return attention.batch_first, attention.num_heads, attention._appends_keys()
 
 
@@ -122,14 +122,15 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         first, names = self.layers[0], ("mask", "src_key_padding_mask")
         causal = _is_causal(mask, is_causal)
         try:
-            seen = layers.encoder_visibility(first, src, (mask, padding), causal, names)
+            given = src, src, src, mask, padding
+            seen = first.self_attn._visibility(*given, causal, names)
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, src, mask, padding, is_causal)
         if hidden is None and padding is not None:
             masked = padding if padding.dtype == torch.bool else padding != 0
             if _unseen or self._converts_to_nested(src, mask, masked):
                 hidden = masked
-        appends = layers.attention_of(first, "self_attn")._appends_keys()
+        appends = first.self_attn._appends_keys()
         seeds = _seeds or Seeds(self._sites)
         if hidden is not None and (mask is None or seen.is_causal) and not appends:
             packing = _packing_worth_it(hidden)
@@ -167,7 +168,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
 
     def _batch_as_given(self, x: Tensor) -> Tensor:
         """Convert between [N, S, ..] and the caller's order: transpose unless batch_first."""
-        batch_first = layers.attention_of(self.layers[0], "self_attn").batch_first
+        batch_first = self.layers[0].self_attn.batch_first
         return x if batch_first else x.transpose(0, 1)
 
     def _blanked(self, out: Tensor, hidden: Tensor) -> Tensor:

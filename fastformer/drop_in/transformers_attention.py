@@ -226,6 +226,7 @@ def attention(
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     q_length, k_length = query.shape[2], key.shape[2]
+    options: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=s_aux)
     attention_mask = _with_sequences(attention_mask, bool(is_causal), query, key, kwargs)
     if isinstance(attention_mask, Mask) and attention_mask.sequences is not None:
         if position_bias is None and not output_attentions:
@@ -238,10 +239,8 @@ def attention(
                 *(q, k, v, offsets, offsets, longest, longest),
                 dropout_p=dropout,
                 is_causal=causal,
-                scale=scaling,
                 window=None if causal else sides,
-                softcap=softcap,
-                sinks=s_aux,
+                **options,
             )
             return out.unsqueeze(0), None
         attention_mask = attention_mask.complete()
@@ -269,14 +268,12 @@ def attention(
     arguments: dict[str, Any] = dict(
         attn_mask=visible,
         is_causal=causal,
-        scale=scaling,
         enable_gqa=True,
         bias=position_bias if bias is None else bias,
         window=None if causal else (left, right),
         causal_alignment="top_left" if aligned else "bottom_right",
-        softcap=softcap,
-        sinks=s_aux,
         key_lengths=held,
+        **options,
     )
     out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
     weights = functional.attention_weights(query, key, **arguments) if output_attentions else None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements import transformers_layers
-from fastformer.drop_in.replacements.base import Recognized, class_for
+from fastformer.drop_in.replacements.base import AnySignature, Recognized, class_for
 
 
 def disagreement(module: nn.Module, kind: type[Recognized]) -> str | None:
@@ -23,11 +23,12 @@ def disagreement(module: nn.Module, kind: type[Recognized]) -> str | None:
     training, a dropout probability of 1 makes them comparable. Large submodules that a forward only
     calls are replaced by small ones meanwhile (`Recognized._trial_parts`).
     """
-    given = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    expected = kind._arguments
-    if given != expected if expected else len(given) != 1:
-        wanted = ", ".join(expected) or "one argument"
-        return f"its forward takes ({', '.join(given)}); expected ({wanted})"
+    forwards = type(module).forward, kind.forward
+    given, expected = (list(inspect.signature(f).parameters)[1:] for f in forwards)
+    if issubclass(kind, AnySignature):
+        expected = given if len(given) == 1 else ["one argument"]
+    if given != expected:
+        return f"its forward takes ({', '.join(given)}); expected ({', '.join(expected)})"
     generator = torch.Generator("cpu").manual_seed(0)
     device = next(module.parameters()).device
 

@@ -24,7 +24,6 @@ from fastformer.ops import functional
 
 
 class FusedAnnotatedAttention(Recognized, MultiHeadedAttention):
-    _arguments = ("query", "key", "value", "mask")
     keep_attention = False
     sinks = None
     attn = None  # for an original class that does not set it
@@ -72,7 +71,6 @@ class FusedAnnotatedAttention(Recognized, MultiHeadedAttention):
 
 
 class FusedAnnotatedNorm(Recognized):
-    _arguments = ("x",)
     a_2: nn.Parameter
     b_2: nn.Parameter
     eps: float
@@ -101,7 +99,6 @@ class FusedAnnotatedNorm(Recognized):
 
 
 class FusedAnnotatedFeedForward(Recognized, PositionwiseFeedForward):
-    _arguments = ("x",)
     activation = "relu"  # for an original class that does not set it
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]

@@ -61,6 +61,8 @@ class Accelerated(nn.Module):
 class AnySignature(Accelerated):
     """A kind that replaces classes whose forwards have different signatures, and keeps these."""
 
+    _read: ClassVar[tuple[str, ...]] = ("forward",)  # the original's attributes it is made from
+
     @classmethod
     def _members_for(cls, original: type[nn.Module]) -> dict[str, Any]:
         """Return what the class that replaces `original` has of its own, by name."""
@@ -74,13 +76,12 @@ class AnySignature(Accelerated):
     @classmethod
     def _source(cls, original: type[nn.Module]) -> tuple[Any, ...]:
         """Return what of `original` the members depend on: `original` may be patched meanwhile."""
-        return (original.forward,)
+        return tuple(getattr(original, name, None) for name in cls._read)
 
 
 class Recognized(Accelerated):
     """A kind that recognizes the classes it replaces by their attributes, not by their name."""
 
-    _arguments: ClassVar[tuple[str, ...]] = ()  # of its forward, by name; empty: one, of any name
     _tolerance: ClassVar[float] = 1e-7  # relative and absolute, of the trial runs in float64
 
     @staticmethod
@@ -133,8 +134,7 @@ def _new_instance(kind: type[Accelerated], original: type[nn.Module]) -> nn.Modu
 class _RunningModules(threading.local):
     """modules: the modules whose forward is running, innermost last; None outside of `explain`."""
 
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] | None = None
+    modules: list[nn.Module] | None = None
 
 
 running = _RunningModules()

@@ -299,6 +299,7 @@ def _digest(code: CodeType) -> str | None:
 class FusedMethods(AnySignature):
     """A layer of transformers, some of whose methods run on the ops."""
 
+    _read = _NAMES
     _replaced: ClassVar[tuple[Method, ...]] = ()  # the functions that replace them
 
     @classmethod
@@ -306,10 +307,6 @@ class FusedMethods(AnySignature):
         found = known_methods(original)
         members: dict[str, Any] = {name: _like(*both) for name, both in found.items()}
         return {**members, "_replaced": tuple(function for _, function in found.values())}
-
-    @classmethod
-    def _source(cls, original: type[nn.Module]) -> tuple[Any, ...]:
-        return tuple(getattr(original, name, None) for name in _NAMES)
 
 
 def _like(method: FunctionType, function: Method) -> Method:

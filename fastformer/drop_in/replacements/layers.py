@@ -111,7 +111,9 @@ class Layer(OnStream):
         sublayers = [self._attention_sublayer(stream, 0, "self_attn", own)]
         if cross is not None:
             sublayers.append(self._attention_sublayer(stream, 2, "multihead_attn", cross, memory))
-        sublayers.append(self._feed_forward_sublayer(stream, 2 * len(sublayers)))
+        parts = self.linear1, op_activation(self.activation), self.dropout, self.linear2
+        seed = stream.seed(2 * len(sublayers), self.dropout)
+        sublayers.append(lambda x: apply_feed_forward(x, *parts, seed, stream))
         with base.ops_of(self):
             for i, sublayer in enumerate(sublayers, 1):
                 norm, dropout = getattr(self, f"norm{i}"), getattr(self, f"dropout{i}")
@@ -136,14 +138,6 @@ class Layer(OnStream):
                 return attention._attend(x, keys, keys, visibility, seed, stream)
 
         return attend
-
-    def _feed_forward_sublayer(
-        self, stream: ResidualStream, site: int
-    ) -> Callable[[Tensor], Tensor]:
-        """Return the function x -> linear2(dropout(activation(linear1(x))))."""
-        parts = self.linear1, op_activation(self.activation), self.dropout, self.linear2
-        seed = stream.seed(site, self.dropout)
-        return lambda x: apply_feed_forward(x, *parts, seed, stream)
 
 
 def op_activation(function: Any) -> str | Callable[[Tensor], Tensor]:

@@ -30,13 +30,13 @@ class _FusedNorm(base.Accelerated):
         normalized, total = found
         return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
 
-    def _normalized(self, op: Any, given: tuple[Any, ...], bias: Tensor | None) -> Tensor:
+    def _normalized(self, op: Any, *given: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             result = op.hit(*given)
             if result is not NotImplemented:
                 return result
-        x, _, weight, *_, eps = given
-        reason = _unsupported_norm(x, weight, bias, eps)
+        x, _, weight, *biases, eps = given
+        reason = _unsupported_norm(x, weight, biases[0] if biases else None, eps)
         if reason is not None:
             return self._run_original(reason, x)
         with base.ops_of(self):
@@ -45,14 +45,13 @@ class _FusedNorm(base.Accelerated):
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        given = input, self.normalized_shape, self.weight, self.bias, self.eps
-        return self._normalized(_layer_norm, given, self.bias)
+        parameters = self.weight, self.bias
+        return self._normalized(_layer_norm, input, self.normalized_shape, *parameters, self.eps)
 
 
 class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        given = x, self.normalized_shape, self.weight, self.eps
-        return self._normalized(_rms_norm, given, None)
+        return self._normalized(_rms_norm, x, self.normalized_shape, self.weight, self.eps)
 
 
 # With plans of their own: those of calls that passed `_unsupported_norm`.

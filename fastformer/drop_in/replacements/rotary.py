@@ -57,7 +57,10 @@ class Rotation:
         None if the function must compute the call.
         """
         form = None if args or named.keys() - {"unsqueeze_dim"} else _form(q, cos, **named)
-        if form is None or form not in self.forms or not _supported(q, k, cos, sin):
+        if form is None or form not in self.forms or cos.requires_grad or sin.requires_grad:
+            return None
+        same = q.dtype == k.dtype and cos.dtype == sin.dtype in (q.dtype, torch.float32)
+        if not same or unsupported_tensor(q, k, cos, sin) is not None:
             return None
         return form[0], self.forms[form]
 
@@ -134,13 +137,6 @@ def _form(q: Tensor, cos: Tensor, unsqueeze_dim: int = 1) -> tuple[str, int] | N
     if name is None or columns not in (dim, dim / 2):
         return None
     return name, _DIM * columns // dim
-
-
-def _supported(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    if cos.requires_grad or sin.requires_grad:
-        return False
-    same = q.dtype == k.dtype and cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
-    return same and unsupported_tensor(q, k, cos, sin) is None
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: str, pairs: str) -> Pair:

@@ -114,8 +114,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         reason = base.unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
         hidden = padding if self._drops_padding and src.dim() == 3 else None
-        if hidden is not None and hidden.dtype != torch.bool:
-            hidden = None
+        hidden = None if hidden is None or hidden.dtype != torch.bool else hidden
         if reason is not None:
             out = self._run_original(reason, src, mask, padding, is_causal)
             return out if hidden is None or out.is_nested else self._blanked(out, hidden)
@@ -279,9 +278,8 @@ class FusedTransformer(base.Accelerated, nn.Transformer):
 
     def _joins(self, encoder: nn.Module, decoder: nn.Module, src: Tensor, tgt: Tensor) -> bool:
         """Return whether both stacks are replaced, and the original forward calls them alone."""
-        if not isinstance(encoder, FusedTransformerEncoder) or not is_unmodified(encoder, decoder):
-            return False
-        if not isinstance(decoder, FusedTransformerDecoder):
+        replaced = isinstance(encoder, FusedTransformerEncoder) and is_unmodified(encoder, decoder)
+        if not replaced or not isinstance(decoder, FusedTransformerDecoder):
             return False
         batch = 0 if self.batch_first else 1
         same = src.dim() != 3 or (tgt.dim() == 3 and src.shape[batch] == tgt.shape[batch])
@@ -296,9 +294,7 @@ class FusedTransformer(base.Accelerated, nn.Transformer):
         """
         if padding is None or from_decoder is None or src.dim() != 3:
             return False
-        if padding.dtype != torch.bool or from_decoder.dtype != torch.bool:
-            return False
-        if not _may_decide(padding):
+        if not padding.dtype == from_decoder.dtype == torch.bool or not _may_decide(padding):
             return False
         if padding is from_decoder:
             return True

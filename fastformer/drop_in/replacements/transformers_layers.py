@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -213,22 +213,14 @@ class FusedModelWithLoss(base.AnySignature):
     computes it. If the model skips its logits, `linear_cross_entropy` does, of the hidden states.
     """
 
+    _read = "forward", "loss_function"
     _skips_logits = False  # set by `accelerate`
     _skipped: _SkippedLogits | None = None  # set while a forward runs that skips its logits
-    _theirs: ClassVar[Callable[[Any], Any]]  # the getter of the original's loss_function
-
-    @classmethod
-    def _source(cls, original: Any) -> tuple[Any, ...]:
-        return original.forward, original.loss_function
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls._theirs = cls._original.loss_function.fget  # type: ignore[attr-defined]
 
     @property
     def loss_function(self) -> Callable[..., Any]:
         """The function that the forward calls with (logits, labels, vocab_size, **options)."""
-        theirs = self._theirs()
+        theirs = self._original.loss_function.fget(self)  # type: ignore[attr-defined]
         return functools.partial(self._loss, theirs) if _is_known(theirs) else theirs
 
     @loss_function.setter
@@ -288,7 +280,7 @@ class FusedModelWithLoss(base.AnySignature):
         reduction = "mean" if num_items_in_batch is None else "sum"
         with base.ops_of(self):
             if skipped is not None:
-                loss = skipped.loss(target, reduction, ignore_index)
+                loss = skipped.loss(target, reduction=reduction, ignore_index=ignore_index)
             else:
                 device, dtype = logits.device.type, logits.dtype
                 # Of logits in 16 bits, the op returns float32 under autocast only.
@@ -327,16 +319,11 @@ class _SkippedLogits:
     def changed(self, logits: Tensor) -> bool:
         return logits is not self.logits or logits._version > 0
 
-    def loss(self, target: Tensor, reduction: str, ignore_index: int) -> Tensor:
+    def loss(self, target: Tensor, **options: Any) -> Tensor:
         assert self._hidden is not None
-        return functional.linear_cross_entropy(
-            self._hidden.flatten(0, -2),
-            self._head.weight,
-            target,
-            linear_bias=self._head.bias,
-            reduction=reduction,
-            ignore_index=ignore_index,
-        ).float()
+        given = self._hidden.flatten(0, -2), self._head.weight, target
+        options |= {"linear_bias": self._head.bias}
+        return functional.linear_cross_entropy(*given, **options).float()
 
 
 def output_layer(model: nn.Module) -> nn.Linear | str:

@@ -305,16 +305,13 @@ def _with_sequences(
     in use, transformers makes the mask of one sequence. Reading the positions waits for a GPU, once
     in a forward.
     """
-    length = query.shape[2]
-    if attention_mask is None:
-        shape, right = (1, 1, length, length), 0 if is_causal else None
-        band = Mask(shape, None, None, right, query.device, "the model")
-    elif isinstance(attention_mask, Mask):
-        band = attention_mask
-    else:
+    length, band = query.shape[2], attention_mask
+    if band is None:
+        sides = None, 0 if is_causal else None
+        band = Mask((1, 1, length, length), None, *sides, query.device, "the model")
+    if not isinstance(band, Mask) or not band.visible is band.held is band.sequences is None:
         return attention_mask
-    one_band = band.visible is None and band.held is None and band.sequences is None
-    if not (one_band and query.shape[0] == 1 and length == key.shape[2] > 1):
+    if query.shape[0] != 1 or not length == key.shape[2] > 1:
         return attention_mask
     offsets, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
     indices, of_keys = given.get("seq_idx"), given.get("cu_seq_lens_k")

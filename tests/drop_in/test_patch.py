@@ -896,8 +896,8 @@ def test_skipped_modules():
         (
             layer,
             True,
-            "_feed_forward_sublayer",
-            "it has an attribute _feed_forward_sublayer, which",
+            "_attention_sublayer",
+            "it has an attribute _attention_sublayer, which",
         ),
         (attention, False, "_visibility", "it has an attribute _visibility, which"),
         (norm, True, "__init_subclass__", "a class derived from it raises TypeError"),

@@ -54,7 +54,9 @@ _NAMES = "forward", "feed_forward_chunk", "ff_chunk"  # of the methods that may 
 
 
 def _replaces(digest: str) -> Callable[[Method], Method]:
-    """A decorator: the function computes what a method with this digest computes."""
+    """A decorator: the function computes what a method with this digest computes, or returns
+    NotImplemented.
+    """
     return lambda function: _METHODS.setdefault(digest, function)
 
 
@@ -82,7 +84,7 @@ def _chunk(self, attention_output):
 @_replaces("b3f331305c39")  # AlbertLayer
 def _albert(self, hidden_states, attention_mask=None, **kwargs):
     if self.chunk_size_feed_forward:
-        return self._original.forward(self, hidden_states, attention_mask, **kwargs)
+        return NotImplemented
     x, _ = self.attention(hidden_states, attention_mask, **kwargs)
     return normalized_sum(self, self.full_layer_layer_norm, x, self.ff_chunk(x))[0]
 
@@ -129,14 +131,10 @@ def _clip(self, hidden_states, attention_mask, **kwargs):
 def _gpt2(self, hidden_states, past_key_values=None, attention_mask=None,
           encoder_hidden_states=None, encoder_attention_mask=None, use_cache=False,
           **kwargs):  # fmt: skip
-    named = dict(past_key_values=past_key_values, attention_mask=attention_mask)
-    named |= dict(use_cache=use_cache, **kwargs)
     if encoder_hidden_states is not None:
-        named |= dict(encoder_attention_mask=encoder_attention_mask)
-        return self._original.forward(
-            self, hidden_states, encoder_hidden_states=encoder_hidden_states, **named
-        )
-    x, _ = self.attn(self.ln_1(hidden_states), **named)
+        return NotImplemented
+    named = dict(past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+    x, _ = self.attn(self.ln_1(hidden_states), attention_mask=attention_mask, **named)
     x, total = normalized_sum(self, self.ln_2, hidden_states, x)
     return total + self.mlp(x)
 
@@ -310,13 +308,15 @@ class FusedMethods(AnySignature):
 
 
 def _like(method: FunctionType, function: Method) -> Method:
-    """Return the function with the signature of the method."""
+    """Return the function with the signature of the method, which runs where that cannot."""
 
     @functools.wraps(method)
     def run(self: nn.Module, *args: Any, **named: Any) -> Any:
-        if _torch_is_faster(*args, *named.values()):
-            return method(self, *args, **named)
-        return function(self, *args, **named)
+        if not _torch_is_faster(*args, *named.values()):
+            result = function(self, *args, **named)
+            if result is not NotImplemented:
+                return result
+        return method(self, *args, **named)
 
     return run
 
@@ -325,24 +325,26 @@ def _torch_is_faster(x: Any = None, *others: Any) -> bool:
     """Return whether the method itself is to run: under "auto" on a CPU it computes the same, and
     makes fewer calls than the ops.
     """
-    cpu = type(x) is Tensor and x.is_cpu
     return (
-        cpu
+        type(x) is Tensor
+        and x.is_cpu
         and not (torch.compiler.is_compiling() or is_transformed())
         and unwatched_backend() == "auto"
     )
 
 
-def _from_parts(
-    names: list[str], method: Method, self: nn.Module, *given: Any, **named: Any
-) -> Any:
+def _from_parts(names: list[str], self: nn.Module, *given: Any, **named: Any) -> Any:
     """Compute a method of `_FEED_FORWARDS`."""
     (x,) = (*given, *named.values())
     *parts, outer = _parts(self, names)
     out = feed_forward(self, x, *parts)
     if out is None:
-        return method(self, x)
+        return NotImplemented
     return out if names[-1] == "-" else outer(out)
+
+
+for _key, _parts_of in _FEED_FORWARDS.items():
+    _METHODS[_key] = functools.partial(_from_parts, _parts_of.split())
 
 
 def _parts(module: nn.Module, names: list[str]) -> list[Any]:
@@ -358,10 +360,7 @@ def known_methods(original: type[nn.Module]) -> dict[str, tuple[FunctionType, Me
         if not isinstance(method, FunctionType) or not module.startswith("transformers."):
             continue
         key = digest(method)
-        if key in _FEED_FORWARDS:
-            parts = _FEED_FORWARDS[key].split()
-            found[name] = method, functools.partial(_from_parts, parts, method)
-        elif key in _METHODS:
+        if key in _METHODS:
             found[name] = method, _METHODS[key]
     return found
 

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -216,11 +216,16 @@ class FusedModelWithLoss(base.AnySignature):
     _read = "forward", "loss_function"
     _skips_logits = False  # set by `accelerate`
     _skipped: _SkippedLogits | None = None  # set while a forward runs that skips its logits
+    _theirs: ClassVar[Callable[[Any], Any]]  # the getter of the original's loss_function
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._theirs = cls._original.loss_function.fget  # type: ignore[attr-defined]
 
     @property
     def loss_function(self) -> Callable[..., Any]:
         """The function that the forward calls with (logits, labels, vocab_size, **options)."""
-        theirs = self._original.loss_function.fget(self)  # type: ignore[attr-defined]
+        theirs = self._theirs()
         return functools.partial(self._loss, theirs) if _is_known(theirs) else theirs
 
     @loss_function.setter

@@ -63,3 +63,10 @@ def may_read(x: Tensor) -> bool:
         return False
     readings.count += 1
     return True
+
+
+def may_decide(x: Tensor) -> bool:
+    """Return whether the values of x may be read to decide what runs, also of a GPU."""
+    if torch.jit.is_tracing() or not eager(x):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())

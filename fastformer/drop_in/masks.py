@@ -40,11 +40,6 @@ class Sequences(NamedTuple):
         offsets = torch.tensor([0, *ends], dtype=torch.int32, device=indices.device)
         return cls(offsets, max(end - start for start, end in zip([0, *starts], ends)))
 
-    def indices(self, tokens: int) -> Tensor:
-        """Return the index of each token's sequence, [tokens]."""
-        j = torch.arange(tokens, device=self.offsets.device)
-        return torch.bucketize(j, self.offsets[1:], right=True)
-
 
 class _UnsupportedError(ValueError, AttributeError):
     """A ValueError, and an AttributeError so that hasattr returns False."""
@@ -104,8 +99,8 @@ class Mask:
         if self.right is not None:
             seen = seen & (j <= i + self.right)
         if self.sequences is not None:
-            indices = self.sequences.indices(k_length)
-            seen = seen & (indices[:, None] == indices)
+            of_token = torch.bucketize(j, self.sequences.offsets[1:], right=True)
+            seen = seen & (of_token[:, None] == of_token)
         return (seen if self.visible is None else seen & self.visible).expand(self.shape)
 
     def of_sequences(self, sequences: Sequences) -> Mask:

@@ -181,16 +181,14 @@ def restore(model: nn.Module) -> None:
             torch.nn.utils.parametrize. Then no module is restored.
     """
     require_instance("model", model, nn.Module, "an nn.Module")
-    modules = []
-    for name, module in model.named_modules():
-        if isinstance(module, Accelerated):
-            if "_original" not in vars(type(module)):  # it derives from the class of `class_for`
-                raise ValueError(
-                    f"{name or 'model'} is now a {type(module).__name__}; expected the class that "
-                    "accelerate gave it: undo what changed it (a parametrization) first"
-                )
-            modules.append(module)
-    for module in modules:
+    replaced = {name: x for name, x in model.named_modules() if isinstance(x, Accelerated)}
+    for name, module in replaced.items():
+        if "_original" not in vars(type(module)):  # it derives from the class of `class_for`
+            raise ValueError(
+                f"{name or 'model'} is now a {type(module).__name__}; expected the class that "
+                "accelerate gave it: undo what changed it (a parametrization) first"
+            )
+    for module in replaced.values():
         _restore_class(module)
 
 
@@ -217,9 +215,8 @@ class Report:
         return {name: dict(counter) for name, counter in counters.items() if counter}
 
     def __str__(self) -> str:
-        lines = [
-            f"replaced: {len(self.replaced)} modules" if self.replaced else "replaced: nothing"
-        ]
+        count = f"{len(self.replaced)} modules" if self.replaced else "nothing"
+        lines = [f"replaced: {count}"]
         groups = Counter((name_pattern(name), cls) for name, cls in self.replaced.items())
         width = max((len(name) for name, _ in groups), default=0)
         for (name, cls), n in groups.items():

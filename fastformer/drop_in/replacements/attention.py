@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastformer.checks import shape_of, wrong_shape
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.drop_in.replacements import base
+from fastformer.eager import may_decide
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.padding import Packing
 from fastformer.nn.stream import ResidualStream
@@ -121,15 +122,13 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
 
     def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.dim() not in (2, 3):
-            raise wrong_shape(
-                "query", query, f"{'[N, L, E]' if self.batch_first else '[L, N, E]'}, or [L, E]"
-            )
+            batched = "[N, L, E]" if self.batch_first else "[L, N, E]"
+            raise wrong_shape("query", query, f"{batched}, or [L, E]")
         features = (self.embed_dim, self.kdim, self.vdim)
         for name, x, n in zip(("query", "key", "value"), (query, key, value), features):
             if x.dim() != query.dim() or x.shape[-1] != n:
-                raise wrong_shape(
-                    name, x, f"{query.dim()} dimensions, as query, the last of them {n}"
-                )
+                expected = f"{query.dim()} dimensions, as query, the last of them {n}"
+                raise wrong_shape(name, x, expected)
         batch = 0 if self.batch_first else 1
         same = key.shape[:-1] == value.shape[:-1]
         if not same or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
@@ -145,19 +144,22 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         value: Tensor,
         attn_mask: Tensor | None,
         key_padding_mask: Tensor | None,
-        is_causal: bool,
+        is_causal: bool | None,
         names: tuple[str, str] = ("attn_mask", "key_padding_mask"),
     ) -> Visibility:
         """Check the inputs and translate torch's two masks; raise ValueError or TypeError.
 
         query: [N, L, E], [L, N, E] or [L, E]. key, value: [N, S, E], [S, N, E] or [S, E].
         attn_mask: [L, S] or [N H, L, S], or a `BlockMask` of [N, H, L, S], in which True keeps a
-        key. key_padding_mask: [N, S] or [S]. names: those of the masks, for error messages.
+        key. key_padding_mask: [N, S] or [S]. is_causal: None if unknown. names: those of the
+        masks, for error messages.
         """
         self._require_inputs(query, key, value)
         blocks = attn_mask if isinstance(attn_mask, BlockMask) else None
         if blocks is not None:
             attn_mask, is_causal = None, False
+        elif is_causal is None:
+            is_causal = _is_causal(attn_mask)
         elif is_causal and attn_mask is None:
             raise ValueError(
                 f"is_causal is True and {names[0]} None; it is a hint that {names[0]} is causal: "
@@ -266,6 +268,14 @@ class Visibility(NamedTuple):
     bias: Tensor | None = None
     is_causal: bool = False
     packing: Packing | None = None
+
+
+def _is_causal(mask: Tensor | None) -> bool:
+    """Return whether the mask [L, L] is known to be causal."""
+    if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+        return False
+    masked_out = True if mask.dtype == torch.bool else float("-inf")
+    return may_decide(mask) and torch.equal(mask, torch.full_like(mask, masked_out).triu(1))
 
 
 def _padding_of_scores(

@@ -31,6 +31,7 @@ class OnStream(base.Accelerated):
     """A layer, or a stack of layers, that runs on one residual stream."""
 
     _unsupported_reason: Callable[[], str | None]  # why it cannot run on one stream, or None
+    _context: Callable[..., Any]  # (arguments of `forward`): the `context`, checked
     _through: Callable[..., None]  # (stream, *context): run on the stream
     _stream_output: Callable[[ResidualStream], Tensor]  # the output after `_through` has run
 
@@ -43,20 +44,18 @@ class OnStream(base.Accelerated):
         self,
         tensors: tuple[Tensor | None, ...],
         hints: tuple[bool | None, ...],
-        read_masks: Callable[[], tuple[object, ...]],
         seeds: Seeds | None = None,
     ) -> Tensor:
         """Run on a stream whose initial value is tensors[0], or fall back to the original forward.
 
-        tensors and hints: the arguments of `forward`, in order. read_masks: returns the `context`
-        arguments of `_through`, or raises TypeError or ValueError. seeds: those of the model,
-        from this module's on.
+        tensors and hints: the arguments of `forward`, in order. seeds: those of the model, from
+        this module's on.
         """
         reason = base.unsupported_tensor(*tensors) or self._unsupported_reason()
         if reason is not None:
             return self._run_original(reason, *tensors, *hints)
         try:
-            context = read_masks()
+            context = self._context(*tensors, *hints)
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, *tensors, *hints)
         assert tensors[0] is not None
@@ -166,17 +165,15 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
     ) -> Tensor:
         masks = (src_mask, src_key_padding_mask)
         if is_left_to_torch(self, src, masks, is_causal) and self._is_plain(src):
-            base.record_torch(
-                type(self).__name__, "without gradients, on a CPU, torch has it as one op"
-            )
+            why = "without gradients, on a CPU, torch has it as one op"
+            base.record_torch(type(self).__name__, why)
             with torch._C.DisableTorchFunction():  # else torch runs no such op within `explain`
                 return nn.TransformerEncoderLayer.forward(self, src, None, src_key_padding_mask)
+        return self._forward_on_stream((src, *masks), (is_causal,))
+
+    def _context(self, src: Tensor, *given: Any) -> tuple[Visibility]:
         names = ("src_mask", "src_key_padding_mask")
-        return self._forward_on_stream(
-            (src, *masks),
-            (is_causal,),
-            lambda: (self.self_attn._visibility(src, src, src, *masks, is_causal, names),),
-        )
+        return (self.self_attn._visibility(src, src, src, *given, names),)
 
     def _is_plain(self, x: Tensor) -> bool:
         """Return whether torch's op for a full layer, which reads nothing but parameters, computes
@@ -247,22 +244,14 @@ class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
     ) -> Tensor:
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
         hints = (tgt_is_causal, memory_is_causal)
-        return self._forward_on_stream(
-            (tgt, memory, *masks), hints, lambda: decoder_context(self, tgt, memory, masks, hints)
-        )
+        return self._forward_on_stream((tgt, memory, *masks), hints)
 
-
-def decoder_context(
-    layer: Layer, tgt: Tensor, memory: Tensor, masks: Masks, hints: tuple[bool, bool]
-) -> tuple[Visibility, Tensor, Visibility]:
-    """Check tgt and memory, and translate torch's four masks.
-
-    masks: tgt_mask, memory_mask, and the key padding masks of tgt and memory. hints: tgt_is_causal
-    and memory_is_causal. Return the `context` arguments of a decoder layer's `_through`.
-    """
-    tgt_mask, memory_mask, tgt_padding, memory_padding = masks
-    names = ("tgt_mask", "tgt_key_padding_mask")
-    own = layer.self_attn._visibility(tgt, tgt, tgt, tgt_mask, tgt_padding, hints[0], names)
-    names = ("memory_mask", "memory_key_padding_mask")
-    given = tgt, memory, memory, memory_mask, memory_padding
-    return own, memory, layer.multihead_attn._visibility(*given, hints[1], names)
+    def _context(
+        self, tgt: Tensor, memory: Tensor, *given: Any
+    ) -> tuple[Visibility, Tensor, Visibility]:
+        tgt_mask, memory_mask, tgt_padding, memory_padding, *hints = given
+        names = ("tgt_mask", "tgt_key_padding_mask")
+        own = self.self_attn._visibility(tgt, tgt, tgt, tgt_mask, tgt_padding, hints[0], names)
+        names = ("memory_mask", "memory_key_padding_mask")
+        keys = memory, memory, memory_mask, memory_padding
+        return own, memory, self.multihead_attn._visibility(tgt, *keys, hints[1], names)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastformer.drop_in.replacements import base, layers
 from fastformer.drop_in.replacements.attention import Visibility
-from fastformer.eager import eager
+from fastformer.eager import may_decide
 from fastformer.nn.padding import Packing, packing_of, pad, unpad
 from fastformer.nn.seeds import Seeds
 from fastformer.nn.stream import ResidualStream, is_unmodified
@@ -73,23 +73,6 @@ def _mask_form(layer: layers.Layer, name: str) -> tuple[object, ...]:
     return attention.batch_first, attention.num_heads, attention._appends_keys()
 
 
-def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
-    """Return the hint, or without one whether the mask [L, L] is known to be causal."""
-    if hint is not None or mask is None:
-        return bool(hint)
-    if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
-        return False
-    masked_out = True if mask.dtype == torch.bool else float("-inf")
-    return _may_decide(mask) and torch.equal(mask, torch.full_like(mask, masked_out).triu(1))
-
-
-def _may_decide(x: Tensor) -> bool:
-    """Return whether the values of x may be read to decide what runs."""
-    if torch.jit.is_tracing() or not eager(x):
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
     _layer = layers.FusedTransformerEncoderLayer
     _drops_padding = False  # accelerate(drop_padding=True) sets it to True
@@ -119,10 +102,9 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             out = self._run_original(reason, src, mask, padding, is_causal)
             return out if hidden is None or out.is_nested else self._blanked(out, hidden)
         first, names = self.layers[0], ("mask", "src_key_padding_mask")
-        causal = _is_causal(mask, is_causal)
         try:
             given = src, src, src, mask, padding
-            seen = first.self_attn._visibility(*given, causal, names)
+            seen = first.self_attn._visibility(*given, is_causal, names)
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, src, mask, padding, is_causal)
         if hidden is None and padding is not None:
@@ -192,7 +174,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             return False
         if not getattr(self, "mask_check", True):
             return True
-        return _may_decide(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
+        return may_decide(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
 
 
 def _added(padding: Tensor | None, x: Tensor) -> Tensor | None:
@@ -206,13 +188,11 @@ def _added(padding: Tensor | None, x: Tensor) -> Tensor | None:
 
 def _packing_worth_it(hidden: Tensor) -> Packing | None:
     """Return the packing without the tokens of hidden [N, S], or None if it saves no time."""
-    if not _may_decide(hidden):
+    if not may_decide(hidden) or len(hidden) == 0:
         return None
     valid = ~hidden
     counts = valid.sum(1)
-    longest, kept = (
-        (int(n) for n in torch.stack([counts.max(), counts.sum()])) if len(counts) else (0, 0)
-    )
+    longest, kept = (int(n) for n in torch.stack([counts.max(), counts.sum()]))
     dropped = hidden.numel() - kept
     worth = kept > 0 and dropped >= max(_LEAST_TOKENS, _LEAST_SHARE * hidden.numel())
     return packing_of(valid, longest) if worth else None
@@ -235,13 +215,11 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
         _seeds: Seeds | None = None,
     ) -> Tensor:
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
-
-        def read_masks() -> tuple[Visibility, Tensor, Visibility]:
-            hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
-            return layers.decoder_context(self.layers[0], tgt, memory, masks, hints)
-
         hints = (tgt_is_causal, memory_is_causal)
-        return self._forward_on_stream((tgt, memory, *masks), hints, read_masks, _seeds)
+        return self._forward_on_stream((tgt, memory, *masks), hints, _seeds)
+
+    def _context(self, *given: Any) -> tuple[Visibility, Tensor, Visibility]:
+        return self.layers[0]._context(*given)
 
 
 class FusedTransformer(base.Accelerated, nn.Transformer):
@@ -294,7 +272,7 @@ class FusedTransformer(base.Accelerated, nn.Transformer):
         """
         if padding is None or from_decoder is None or src.dim() != 3:
             return False
-        if not padding.dtype == from_decoder.dtype == torch.bool or not _may_decide(padding):
+        if not padding.dtype == from_decoder.dtype == torch.bool or not may_decide(padding):
             return False
         if padding is from_decoder:
             return True

@@ -130,7 +130,7 @@ def accelerate(
             if isinstance(module, Accelerated):
                 _restore_class(module)
         raise
-    _set_options(report, drop_padding, need_weights, skip_logits)
+    _set_options(report, **options)
     return report
 
 

@@ -109,7 +109,6 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
     # --------------------------------------------------------------------- checks, reading of masks
 
     def _unsupported_reason(self) -> str | None:
-        """Return why the op cannot replace the forward of this module, or None."""
         if self.head_dim > MAX_HEAD_DIM:
             return f"the head dim is {self.head_dim}; the kernels take up to {MAX_HEAD_DIM}"
         packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight

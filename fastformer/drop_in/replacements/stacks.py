@@ -101,19 +101,17 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         if reason is not None:
             out = self._run_original(reason, src, mask, padding, is_causal)
             return out if hidden is None or out.is_nested else self._blanked(out, hidden)
-        first, names = self.layers[0], ("mask", "src_key_padding_mask")
+        first, names = self.layers[0].self_attn, ("mask", "src_key_padding_mask")
         try:
-            given = src, src, src, mask, padding
-            seen = first.self_attn._visibility(*given, is_causal, names)
+            seen = first._visibility(src, src, src, mask, padding, is_causal, names)
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, src, mask, padding, is_causal)
         if hidden is None and padding is not None:
             masked = padding if padding.dtype == torch.bool else padding != 0
             if _unseen or self._converts_to_nested(src, mask, masked):
                 hidden = masked
-        appends = first.self_attn._appends_keys()
         seeds = _seeds or Seeds(self._sites)
-        if hidden is not None and (mask is None or seen.is_causal) and not appends:
+        if hidden is not None and (mask is None or seen.is_causal) and not first._appends_keys():
             packing = _packing_worth_it(hidden)
             if packing is not None:
                 return self._forward_packed(src, packing, seen.is_causal, seeds)
@@ -149,8 +147,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
 
     def _batch_as_given(self, x: Tensor) -> Tensor:
         """Convert between [N, S, ..] and the caller's order: transpose unless batch_first."""
-        batch_first = self.layers[0].self_attn.batch_first
-        return x if batch_first else x.transpose(0, 1)
+        return x if self.layers[0].self_attn.batch_first else x.transpose(0, 1)
 
     def _blanked(self, out: Tensor, hidden: Tensor) -> Tensor:
         """Return out with norm(0), or 0 without a norm, where hidden [N, S] is True."""

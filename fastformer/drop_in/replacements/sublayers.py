@@ -50,9 +50,8 @@ def _can_fuse(norm: Any, residual: Any, x: Any) -> bool:
         return False
     if "after_sum" not in vars(type(norm)) or not is_unmodified(norm):
         return False
-    if x.dtype != residual.dtype and autocast_dtype(x) is None:
-        return False
-    return x.is_floating_point() and base.unsupported_tensor(x, residual) is None
+    agree = x.dtype == residual.dtype or autocast_dtype(x) is not None
+    return agree and x.is_floating_point() and base.unsupported_tensor(x, residual) is None
 
 
 def feed_forward(

@@ -157,8 +157,6 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         blocks = attn_mask if isinstance(attn_mask, BlockMask) else None
         if blocks is not None:
             attn_mask, is_causal = None, False
-        elif is_causal is None:
-            is_causal = _is_causal(attn_mask)
         elif is_causal and attn_mask is None:
             raise ValueError(
                 f"is_causal is True and {names[0]} None; it is a hint that {names[0]} is causal: "
@@ -170,6 +168,8 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
                     f"{name} has dtype {mask.dtype}; expected torch.bool, True where a key is "
                     "masked out, or a floating dtype, to be added to the scores"
                 )
+        if is_causal is None:
+            is_causal = _is_causal(attn_mask)
         batched = query.dim() == 3
         at = 1 if batched and self.batch_first else 0
         batch = query.shape[1 - at] if batched else 1

@@ -343,8 +343,8 @@ def _from_parts(names: list[str], self: nn.Module, *given: Any, **named: Any) ->
     return out if names[-1] == "-" else outer(out)
 
 
-for _key, _parts_of in _FEED_FORWARDS.items():
-    _METHODS[_key] = functools.partial(_from_parts, _parts_of.split())
+for _key, _attributes in _FEED_FORWARDS.items():
+    _METHODS[_key] = functools.partial(_from_parts, _attributes.split())
 
 
 def _parts(module: nn.Module, names: list[str]) -> list[Any]:

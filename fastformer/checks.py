@@ -241,18 +241,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Cast tensors to the dtype of the surrounding torch.autocast, if any; float64 stays."""
-    if not autocasts():
-        return tensors
-    first = next((x for x in tensors if isinstance(x, Tensor)), None)
-    dtype = None if first is None else autocast_dtype(first)
-    if dtype is None:
-        return tensors
-    low = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in low else x for x in tensors)
-
-
 def require_token(name: str, token: int, classes: int) -> int:
     """Require a token in [-classes, classes), and return it in [0, classes)."""
     token = require_int(name, token)

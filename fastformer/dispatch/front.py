@@ -11,7 +11,8 @@ A key takes longer than the guards of the last few plans of the function, which 
 
 What watches or changes calls takes the long way, through all checks and PyTorch's dispatcher: see
 `unwatched_backend` and `is_transformed` in state.py. So do calls whose arguments a plan cannot
-describe: one that needs a copy of a tensor, or reads a number from it.
+describe: one that needs a copy of a tensor other than the casts of autocast, or reads a number from
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fastformer.checks import autocast_dtype
+from fastformer.checks import autocast_dtype, autocasts
 from fastformer.dispatch.hits import NO_OPTIONS, Plan, as_key, first_tensor, is_known, with_hit
 from fastformer.dispatch.state import is_transformed, state, unwatched_backend
 from fastformer.eager import readings
@@ -96,6 +97,30 @@ def check_values(check: Callable[..., Any], name: str, x: Tensor, *constants: An
         readings.count = before
 
 
+def cast_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x.to(dtype), for an argument of the public function that torch.autocast casts. Each
+    call with the plan of this call casts it again.
+    """
+    result = x.to(dtype)
+    if state.call is not None and result is not x:
+        state.call.casts.append((result, x))
+    return result
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Cast tensors to the dtype of the surrounding torch.autocast, if any; float64 stays."""
+    if not autocasts():
+        return tensors
+    first = next((x for x in tensors if isinstance(x, Tensor)), None)
+    dtype = None if first is None else autocast_dtype(first)
+    if dtype is None:
+        return tensors
+    low = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(
+        cast_to(x, dtype) if isinstance(x, Tensor) and x.dtype in low else x for x in tensors
+    )
+
+
 class FirstCall:
     """The first call with a key. names: the arguments that the values are given for."""
 
@@ -103,6 +128,7 @@ class FirstCall:
         self.names, self.values = names, values
         self.checks: list[tuple[Callable[..., Any], str, Tensor, tuple[Any, ...]]] = []
         self.autocast = autocast_dtype(first_tensor(values)) is not None
+        self.casts: list[tuple[Tensor, Tensor]] = []  # (result, argument) of `cast_to`
         self.plan: Plan | None = None
         self.result: Any = None
 
@@ -141,12 +167,15 @@ class FirstCall:
         if None in places or needed.difference(places) or len(known) < len(checks):
             return False
         run, kept, given = make()
-        if self.autocast:
-            run = _outside_autocast(run, first_tensor(self.values).device.type)
+        taken = [k for k in range(len(named)) if given is None or k in given]
+        chosen = [places[k] for k in taken]
+        n, device = len(self.values), first_tensor(self.values).device
+        if self.autocast or self.casts:
+            tensors = [named[k][1] for k in taken]
+            dtypes = [x.dtype if any(x is y for y, _ in self.casts) else None for x in tensors]
+            run = _outside_autocast(run, device.type, dtypes)
         if finish is not None:
             kept = finish if kept is None else _both(kept, finish)
-        chosen = [i for k, i in enumerate(places) if given is None or k in given]
-        n, device = len(self.values), first_tensor(self.values).device
         plan = self.plan = Plan(run, kept, cast("list[int]", chosen), n, device, known)
         seed = next((x for name, x in named if name == "dropout_seed"), None)
         before = readings.count
@@ -162,6 +191,7 @@ class FirstCall:
         """
         if x is None:
             return len(self.values)
+        x = next((given for result, given in self.casts if result is x), x)
         same = [i for i, y in enumerate(self.values) if y is x]
         if len(same) > 1:  # attention(x, x, x), where later calls may have three tensors
             same = [i for i in same if self.names[i] == name]
@@ -183,10 +213,18 @@ class FirstCall:
         return lambda values: check(name, values[place], *constants)
 
 
-def _outside_autocast(run: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return `run` without torch.autocast, which the contract has applied."""
+def _outside_autocast(
+    run: Callable[..., Any], device: str, dtypes: list[torch.dtype | None]
+) -> Callable[..., Any]:
+    """Return `run` without torch.autocast, which the contract has applied, of tensors that are cast
+    to these dtypes.
+    """
+    casts = [(i, dtype) for i, dtype in enumerate(dtypes) if dtype]
 
-    def outside(*tensors: Any) -> Any:
+    def outside(*given: Any) -> Any:
+        tensors = list(given)
+        for i, dtype in casts:
+            tensors[i] = tensors[i].to(dtype)
         before = torch.is_autocast_enabled(device)
         torch.set_autocast_enabled(device, False)
         try:

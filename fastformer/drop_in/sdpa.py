@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastformer.checks import autocast
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
-from fastformer.dispatch.front import front_door
+from fastformer.dispatch.front import autocast, front_door
 from fastformer.drop_in.replacements.base import record_torch, unsupported_tensor
 from fastformer.mask_tiles import BlockMask
 from fastformer.ops import functional

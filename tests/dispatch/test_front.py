@@ -648,6 +648,40 @@ def test_plans_run_outside_of_autocast(backend):
     assert plans.front and all(all(map(torch.equal, have, want)) for have in found)
 
 
+CASTS = {
+    "attention": lambda x, h, w: SDPA(x[:, None], x[:, None], h[:, None]),
+    "bias": lambda x, h, w: SDPA(x[:, None], x[:, None], x[:, None], bias=h[:, None, :, :5]),
+    "feed_forward": lambda x, h, w: ff.feed_forward(x, w, None, w.mT, None),
+    "swiglu": lambda x, h, w: ff.swiglu(x, torch.cat([w, w]), None, w.mT, None),
+    "sum and norm": lambda x, h, w: SUM(h, x, w[0], None)[0],
+    "loss": lambda x, h, w: ff.linear_cross_entropy(x, w, torch.arange(10).view(2, 5)),
+}
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("op", list(CASTS))
+def test_plans_cast_as_autocast_does(op, backend):
+    """Each call casts its own tensors: outputs and gradients have the bits of the long way."""
+    torch.manual_seed(0)
+    x, h, w = torch.randn(2, 5, 16), torch.randn(2, 5, 16).half(), torch.randn(12, 16)
+
+    def call(factor):
+        given = [(factor * t).requires_grad_() for t in (x, h, w)]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = CASTS[op](*given)
+        return out, *torch.autograd.grad(out.float().square().sum(), given, allow_unused=True)
+
+    with ff.use_backend(backend):
+        call(1), call(1)
+        count = len(plans.front)
+        found = [call(n) for n in (1, 2, 3)]
+        assert len(plans.front) == count > 0
+        with backends.observe(lambda choice: None):
+            wanted = [call(n) for n in (1, 2, 3)]
+    assert [[*map(bits, have)] for have in found] == [[*map(bits, want)] for want in wanted]
+
+
 class Named(torch.Tensor):
     pass
 

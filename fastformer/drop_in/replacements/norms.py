@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checks import autocast_dtype
-from fastformer.dispatch.front import front_door
+from fastformer.dispatch.front import cast_to, front_door
 from fastformer.drop_in.replacements import base
 from fastformer.nn.stream import Pair
 from fastformer.ops import functional
@@ -68,7 +68,7 @@ def _rms_norm(x: Tensor, shape: Any, weight: Any, eps: float | None) -> Tensor:
 def _autocast_input(x: Tensor) -> Tensor:
     """Return x [...] in float32 on a GPU under torch.autocast, as torch's norms receive it."""
     low = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
-    return x.float() if low and autocast_dtype(x) is not None else x
+    return cast_to(x, torch.float32) if low and autocast_dtype(x) is not None else x
 
 
 def _unsupported_norm(

@@ -22,7 +22,7 @@ from fastformer.checks import (
     without_gradient,
     wrong_shape,
 )
-from fastformer.dispatch.front import check_values
+from fastformer.dispatch.front import cast_to, check_values
 from fastformer.eager import may_read
 from fastformer.mask_tiles import BlockMask
 
@@ -110,7 +110,7 @@ def mask_and_bias(
     if bias is not None:
         _require_bias(bias_name, bias, query)
         if bias.dtype is not torch.float32 and autocast_dtype(query) is not None:
-            bias = bias.to(query.dtype)
+            bias = cast_to(bias, query.dtype)
         bias = _broadcast(bias_name, bias, query, scores, lead)
     return attn_mask, bias, blocks
 
@@ -162,7 +162,7 @@ def checked_key_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor 
         raise wrong_shape("bias", bias, f"[Tk] = [{key.shape[0]}]")
     require_device("bias", bias, "query", query)
     if bias.dtype not in (torch.float32, query.dtype):  # under autocast
-        bias = bias.to(query.dtype)
+        bias = cast_to(bias, query.dtype)
     return bias
 
 
@@ -314,5 +314,5 @@ def checked_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
         raise wrong_shape("sinks", sinks, f"[H] = [{heads}]")
     require_device("sinks", sinks, "query", query)
     if sinks.dtype not in (torch.float32, query.dtype):  # under autocast
-        sinks = sinks.to(query.dtype)
+        sinks = cast_to(sinks, query.dtype)
     return sinks.contiguous()

@@ -10,7 +10,6 @@ from torch import Tensor
 from fastformer.checks import (
     FLOATING,
     STRIDED,
-    autocast,
     autocasts,
     checked_softcap,
     refuse_keywords,
@@ -25,7 +24,7 @@ from fastformer.checks import (
 )
 from fastformer.description import Attention
 from fastformer.dispatch import backends
-from fastformer.dispatch.front import front_door
+from fastformer.dispatch.front import autocast, front_door
 from fastformer.mask_tiles import BlockMask
 from fastformer.ops.attention import reference
 from fastformer.ops.attention.arguments import (

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.checks import (
-    autocast,
     require_choice,
     require_dropout,
     require_floating,
@@ -17,7 +16,7 @@ from fastformer.checks import (
     wrong_shape,
 )
 from fastformer.dispatch import backends
-from fastformer.dispatch.front import front_door
+from fastformer.dispatch.front import autocast, front_door
 from fastformer.dispatch.operation import Operation
 from fastformer.ops.feed_forward import reference
 from fastformer.ops.feed_forward.reference import ACTIVATIONS

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fastformer.checks import (
-    autocast,
     autocast_dtype,
     checked_softcap,
     refuse_gradients,
@@ -30,7 +29,7 @@ from fastformer.checks import (
     wrong_shape,
 )
 from fastformer.dispatch import backends, operation
-from fastformer.dispatch.front import check_values, front_door
+from fastformer.dispatch.front import autocast, check_values, front_door
 from fastformer.eager import may_read
 from fastformer.ops.loss import reference
 

@@ -22,7 +22,7 @@ from fastformer.checks import (
     wrong_shape,
 )
 from fastformer.dispatch import backends
-from fastformer.dispatch.front import front_door
+from fastformer.dispatch.front import cast_to, front_door
 from fastformer.dispatch.operation import Arguments, Operation
 from fastformer.ops.norms import reference
 
@@ -229,7 +229,7 @@ def _require_sum(
     if isinstance(input, Tensor) and autocast_dtype(input) is not None:
         require_tensor("residual", residual)
         wide = torch.promote_types(input.dtype, residual.dtype)
-        input, residual = input.to(wide), residual.to(wide)
+        input, residual = cast_to(input, wide), cast_to(residual, wide)
     require_floating(input=input, residual=residual)
     require_tensor("weight", weight)
     shape = _require_rows(input, weight.shape, weight, bias, input_bias)

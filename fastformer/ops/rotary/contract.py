@@ -18,7 +18,7 @@ from fastformer.checks import (
     wrong_shape,
 )
 from fastformer.dispatch import backends
-from fastformer.dispatch.front import front_door
+from fastformer.dispatch.front import cast_to, front_door
 from fastformer.dispatch.operation import Operation
 from fastformer.ops.rotary import reference
 
@@ -73,7 +73,7 @@ def rotary_embedding(
     if isinstance(query, Tensor) and autocast_dtype(query) is not None:
         require_tensor("key", key)
         wide = torch.promote_types(query.dtype, key.dtype)
-        query, key = query.to(wide), key.to(wide)
+        query, key = cast_to(query, wide), cast_to(key, wide)
     require_floating(query=query, key=key)
     _require_heads(query, key)
     for name, x in (("cos", cos), ("sin", sin)):

@@ -3,16 +3,15 @@
 A key holds all that the checks, the choice of a backend and a launch depend on: the function, the
 backend of the thread, the grad mode, the dtype of torch.autocast, the other arguments with their
 types, and of each tensor its shape, strides, dtype, device, alignment, whether it is to be negated,
-and whether it requires a gradient. The first call
-with a key makes all checks and chooses. If the tensors of the op are those that the function was
-given, it leaves a plan, and later calls allocate, launch and save.
+and whether it requires a gradient. The first call with a key makes all checks and chooses. If the
+tensors of the op are those that the function was given, or casts of these for torch.autocast, it
+leaves a plan, and later calls cast, allocate, launch and save.
 
 A key takes longer than the guards of the last few plans of the function, which are asked first.
 
 What watches or changes calls takes the long way, through all checks and PyTorch's dispatcher: see
 `unwatched_backend` and `is_transformed` in state.py. So do calls whose arguments a plan cannot
-describe: one that needs a copy of a tensor other than the casts of autocast, or reads a number from
-it.
+describe: one that needs another copy of a tensor, or reads a number from it.
 """
 
 from __future__ import annotations

@@ -445,8 +445,9 @@ def _built(mod: MaskMod, shape: Shape, device: torch.device, where: torch.device
     step = max(1, _CHUNK // max(1, ROWS * width * COLUMNS))
     slots, tables, known = [], [torch.empty(0, WORDS, dtype=torch.int32, device=device)], 0
     j = torch.arange(k_length, device=where).view(1, -1)
-    for b, h in itertools.product(*(torch.arange(n, device=where) for n in (batch, heads))):
+    for place in itertools.product(range(batch), range(heads)):
         for t in range(0, height, step):
+            b, h = (torch.tensor(n, device=where) for n in place)
             end = min((t + step) * ROWS, q_length)
             i = torch.arange(t * ROWS, end, device=where).view(-1, 1)
             rows = mod(b, h, i, j)

@@ -322,7 +322,7 @@ class DecoderLayer(nn.Module):
         kept: dict[str, Any] = {} if cache is None else {"cache": cache.memory}
         if isinstance(tgt_mask, Packing):
             own, kept = {**own, "is_causal": True}, {**kept, "query_packing": tgt_mask}
-        first, second, last = self.sublayer
+        first, second, last, *_ = self.sublayer
         own |= _seed(stream, self.self_attn, 0, cache)
         kept |= _seed(stream, self.src_attn, 2, cache)
         seed = _seed(stream, self.feed_forward, 4)

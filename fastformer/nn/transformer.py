@@ -441,7 +441,10 @@ def _embedded_by_parts(embed: nn.Module, tokens: Tensor, start: int | Tensor | N
             f"the embedding is a {type(embed).__name__}; expected an nn.Sequential that ends in a "
             "PositionalEncoding, which takes the positions after a cache, or of a packed batch"
         )
-    return embed[-1](embed[:-1](tokens), start)
+    x = tokens
+    for part in list(embed)[:-1]:
+        x = part(x)
+    return embed[-1](x, start)
 
 
 class Generator(AliasedModule):

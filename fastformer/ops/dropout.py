@@ -246,6 +246,7 @@ def dropout_factors(x: Tensor, p: float) -> Tensor:
 
     A number of 64 bits serves four elements. F.dropout takes one for each, and twice the time.
     """
-    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device)
+    words = words.random_(-(2**63), None)
     kept = words.view(torch.int16)[: x.numel()] >= min(dropout_threshold(p), _WORD >> 16) - 2**15
     return kept.view(x.shape).to(x.dtype).mul_(dropout_scale(p))

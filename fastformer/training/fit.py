@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import math
 import os
@@ -415,7 +414,11 @@ class _Training:
         if self.patience is not None:
             from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-            self.weights |= copy.deepcopy(get_model_state_dict(self.model))
+            state = get_model_state_dict(self.model)
+            self.weights |= {
+                name: x.detach().clone() if isinstance(x, Tensor) else x
+                for name, x in state.items()
+            }
 
     # -------------------------------------------------------------------------- the checkpoint
 

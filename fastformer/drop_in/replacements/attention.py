@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fastformer.checks import shape_of, wrong_shape
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.drop_in.replacements import base
-from fastformer.eager import may_decide
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.padding import Packing
 from fastformer.nn.stream import ResidualStream
@@ -143,15 +142,14 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         value: Tensor,
         attn_mask: Tensor | None,
         key_padding_mask: Tensor | None,
-        is_causal: bool | None,
+        is_causal: bool,
         names: tuple[str, str] = ("attn_mask", "key_padding_mask"),
     ) -> Visibility:
         """Check the inputs and translate torch's two masks; raise ValueError or TypeError.
 
         query: [N, L, E], [L, N, E] or [L, E]. key, value: [N, S, E], [S, N, E] or [S, E].
         attn_mask: [L, S] or [N H, L, S], or a `BlockMask` of [N, H, L, S], in which True keeps a
-        key. key_padding_mask: [N, S] or [S]. is_causal: None if unknown. names: those of the
-        masks, for error messages.
+        key. key_padding_mask: [N, S] or [S]. names: those of the masks, for error messages.
         """
         self._require_inputs(query, key, value)
         blocks = attn_mask if isinstance(attn_mask, BlockMask) else None
@@ -168,8 +166,6 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
                     f"{name} has dtype {mask.dtype}; expected torch.bool, True where a key is "
                     "masked out, or a floating dtype, to be added to the scores"
                 )
-        if is_causal is None:
-            is_causal = _is_causal(attn_mask)
         batched = query.dim() == 3
         at = 1 if batched and self.batch_first else 0
         batch = query.shape[1 - at] if batched else 1
@@ -267,14 +263,6 @@ class Visibility(NamedTuple):
     bias: Tensor | None = None
     is_causal: bool = False
     packing: Packing | None = None
-
-
-def _is_causal(mask: Tensor | None) -> bool:
-    """Return whether the mask [L, L] is known to be causal."""
-    if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
-        return False
-    masked_out = True if mask.dtype == torch.bool else float("-inf")
-    return may_decide(mask) and torch.equal(mask, torch.full_like(mask, masked_out).triu(1))
 
 
 def _padding_of_scores(

@@ -103,7 +103,8 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             return out if hidden is None or out.is_nested else self._blanked(out, hidden)
         first, names = self.layers[0].self_attn, ("mask", "src_key_padding_mask")
         try:
-            seen = first._visibility(src, src, src, mask, padding, is_causal, names)
+            causal = _is_causal(mask, is_causal)
+            seen = first._visibility(src, src, src, mask, padding, causal, names)
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, src, mask, padding, is_causal)
         if hidden is None and padding is not None:
@@ -174,6 +175,18 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         return may_decide(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
 
 
+def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
+    """Return the hint, or without one whether the mask [L, L] is known to be causal."""
+    if hint is not None or mask is None:
+        return bool(hint)
+    if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+        return False
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return False  # an error that `_visibility` raises
+    masked_out = True if mask.dtype == torch.bool else float("-inf")
+    return may_decide(mask) and torch.equal(mask, torch.full_like(mask, masked_out).triu(1))
+
+
 def _added(padding: Tensor | None, x: Tensor) -> Tensor | None:
     """Return padding as the term of the scores that torch makes of it, with a mark."""
     if padding is None:
@@ -216,7 +229,8 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
         return self._forward_on_stream((tgt, memory, *masks), hints, _seeds)
 
     def _context(self, *given: Any) -> tuple[Visibility, Tensor, Visibility]:
-        return self.layers[0]._context(*given)
+        *tensors, hint, of_memory = given
+        return self.layers[0]._context(*tensors, _is_causal(tensors[2], hint), of_memory)
 
 
 class FusedTransformer(base.Accelerated, nn.Transformer):

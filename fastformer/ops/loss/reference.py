@@ -103,16 +103,16 @@ def _smoothed(
     off, more = amount / v, 1 - amount
     if smoothing == "kl":
         off, more = amount / (v - 2), 1 - amount - amount / (v - 2)
-    terms = -x.log_softmax(-1) if weight is None else -weight * x.log_softmax(-1)
+    terms = x.log_softmax(-1) if weight is None else weight * x.log_softmax(-1)
     w = terms.new_ones(v) if weight is None else weight
     at = true.unsqueeze(1)
-    rows, total = more * terms.gather(1, at).squeeze(1), w.sum()
+    rows, total = -more * terms.gather(1, at).squeeze(1), w.sum()
     if off > 0:
         others = terms.sum(1)
         if smoothing == "kl":
             others = terms[:, :pad].sum(1) + terms[:, pad + 1 :].sum(1)
             total = total - w[pad]
-        rows = rows + off * others
+        rows = rows - off * others
     if smoothing == "kl":
         on = 1 - amount
         of_target, of_others = (q * math.log(q) if q > 0 else 0.0 for q in (on, off))

@@ -1535,3 +1535,14 @@ def test_a_traced_fallback_is_not_counted():
     assert not hasattr(attention, "_fallbacks")
     attention(x, x, x)
     assert sum(attention._fallbacks.values()) == 1
+
+
+def test_layers_refuse_a_hint_of_none(backend):
+    """As torch does: only a stack finds out whether its mask is causal."""
+    x, layer = torch.randn(2, 5, 16), nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    for module in (layer, attention):
+        ff.accelerate(module)
+    for call in (lambda: layer(x, is_causal=None), lambda: attention(x, x, x, is_causal=None)):
+        with pytest.raises(TypeError, match="is_causal"):
+            call()

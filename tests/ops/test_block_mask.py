@@ -647,3 +647,10 @@ def test_compiled(backend, device):
         torch.testing.assert_close(have, want)
         grads = [torch.autograd.grad(out.sum(), x)[0] for out in (have, want)]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_of_a_function_that_changes_its_arguments():
+    """The number of the sequence and of the head: each call has its own."""
+    changed = ff.block_mask(lambda b, h, i, j: i >= j + b.add_(1) + h.add_(1), 2, 2, 130, 130)
+    want = ff.block_mask(lambda b, h, i, j: i >= j + b + h + 2, 2, 2, 130, 130)
+    assert torch.equal(changed.dense(), want.dense())

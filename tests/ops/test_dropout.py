@@ -531,3 +531,10 @@ def test_the_elements_that_torchs_masks_drop(p):
         assert (words == word).any()
     torch.manual_seed(0)
     assert torch.equal(dropout.dropout(x, p) == 0, words < p * 2**16)
+
+
+def test_torchs_masks_within_another_default_device():
+    x = torch.ones(1 << 15)
+    with torch.device("meta"):
+        out = dropout.dropout(x, 0.5)
+    assert out.is_cpu and set(out.tolist()) == {0.0, 2.0}

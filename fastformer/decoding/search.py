@@ -421,7 +421,7 @@ class _Penalty:
         if self._factor == 1:
             return scores
         scores = _precise(scores)
-        if self._seen is None:
+        if self._seen is None:  # mark the tokens of the prompts, whose padding is no token
             prompt, columns = steps.prompt.long(), torch.arange(steps.prompt.shape[1])
             lengths = torch.as_tensor(steps.lengths, device=prompt.device).view(-1, 1)
             tokens = prompt[:, :1].where(columns.to(prompt.device) >= lengths, prompt)

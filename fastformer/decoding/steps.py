@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -305,7 +304,8 @@ def make_steps(
     vocabulary = next((table.num_embeddings for table in tables), None)
     _require_symbols(vocabulary, start_symbol=start_symbol, pad_symbol=pad_symbol)
     ends = end_symbols(vocabulary, end_symbol)
-    takes = _takes_cache(model)
+    given, takes = (model, src, src_mask, max_len, start_symbol), _takes_cache(model)
+    steps: Steps
     if isinstance(cache, DecoderCache):
         if not takes:
             raise ValueError("cache is a DecoderCache, and a module of the model takes none")
@@ -314,10 +314,11 @@ def make_steps(
                 f"cache has a capacity of {cache.capacity}; expected max_len - 1 = {max_len - 1}"
             )
         cache.reset(src.shape[0] or None)  # an empty batch takes no step: keep the buffers
+        steps = _CachedSteps(cache, *given)
     elif checks.require_flag("cache", cache) and takes:
-        cache = DecoderCache(max(1, max_len - 1))
-    make = partial(_CachedSteps, cache) if isinstance(cache, DecoderCache) else _RecomputedSteps
-    steps: Steps = make(model, src, src_mask, max_len, start_symbol)
+        steps = _CachedSteps(DecoderCache(max(1, max_len - 1)), *given)
+    else:
+        steps = _RecomputedSteps(*given)
     pad = ends[0] if ends and pad_symbol is None else pad_symbol
     if pad is None and isinstance(steps.lengths, Tensor):
         raise ValueError(

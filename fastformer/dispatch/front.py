@@ -9,9 +9,9 @@ leaves a plan, and later calls cast, allocate, launch and save.
 
 A key takes longer than the guards of the last few plans of the function, which are asked first.
 
-What watches or changes calls takes the long way, through all checks and PyTorch's dispatcher: see
-`unwatched_backend` and `is_transformed` in state.py. So do calls whose arguments a plan cannot
-describe: one that needs another copy of a tensor, or reads a number from it.
+Where something watches or changes calls, they take the long way, through all checks and PyTorch's
+dispatcher: see `unwatched_backend` and `is_transformed` in state.py. So do calls that no plan can
+describe: those that make another copy of a tensor, or whose choices depend on the values in one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastformer.plans import allow_tf32, front, recent
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_UNUSED = frozenset({"dropout_seed"})  # tensors that no op may read: without dropout
+_UNUSED = frozenset({"dropout_seed"})  # which the op does not get if dropout_p is 0
 _grad_mode = torch.is_grad_enabled
 
 
@@ -86,8 +86,8 @@ def front_door(contract: F) -> F:
 
 
 def check_values(check: Callable[..., Any], name: str, x: Tensor, *constants: Any) -> None:
-    """Make check(name, x, *constants), which reads values of an argument of the public function if
-    it may. Each call with the plan of this call makes it again.
+    """Call check(name, x, *constants), which reads values of an argument of the public function if
+    it may. If it has read some, or x is on a CPU, each call with the plan of this call repeats it.
     """
     before = readings.count
     check(name, x, *constants)
@@ -121,7 +121,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 class FirstCall:
-    """The first call with a key. names: the arguments that the values are given for."""
+    """A call whose key has no plan yet. names: the arguments that the values are given for."""
 
     def __init__(self, names: list[str], values: tuple[Any, ...]) -> None:
         self.names, self.values = names, values
@@ -153,7 +153,7 @@ class FirstCall:
         make: Callable[[], tuple[Any, Any, Any]],
         finish: Callable[[Any], Any] | None = None,
     ) -> bool:
-        """Make the plan of an op and run it, which leaves a `result`. Return False if it has none.
+        """Make the plan of an op, run it and set `result`. Return False if no plan can describe it.
 
         named: the tensors of the op, some of them None. make: returns `Plan.run`, `Plan.kept` and
         which of the tensors the plan takes, None for all. finish: as in `backends.run`.
@@ -178,15 +178,13 @@ class FirstCall:
         plan = self.plan = Plan(run, kept, cast("list[int]", chosen), n, device, known)
         seed = next((x for name, x in named if name == "dropout_seed"), None)
         before = readings.count
-        values = *self.values, None, seed
-        outputs = run(*[values[i] for i in plan.places])
-        readings.count = before  # what the op reads, it reads again in each call
-        self.result = outputs if plan.kept is None else plan.kept(outputs)
+        self.result = plan.unchecked(self.values, seed)
+        readings.count = before  # an op that reads has a plan: it reads again in each call
         return True
 
     def _place(self, name: str, x: Tensor | None) -> int | None:
-        """Return the place of a tensor of the op in (*values, None, seed), for a seed that was
-        drawn; None if it is none of these.
+        """Return the index of x, or of what it is a cast of, in (*values, None, drawn seed). Return
+        None if it is not there.
         """
         if x is None:
             return len(self.values)
@@ -215,8 +213,8 @@ class FirstCall:
 def _outside_autocast(
     run: Callable[..., Any], device: str, dtypes: list[torch.dtype | None]
 ) -> Callable[..., Any]:
-    """Return `run` without torch.autocast, which the contract has applied, of tensors that are cast
-    to these dtypes.
+    """Return a function that casts its tensors to these dtypes, unless they are None, and calls
+    `run` with torch.autocast off.
     """
     casts = [(i, dtype) for i, dtype in enumerate(dtypes) if dtype]
 

@@ -47,7 +47,11 @@ class Plan:
     def __call__(self, values: tuple[Any, ...]) -> Any:
         for check in self.checks:
             check(values)
-        values = (*values, None, None if self.draw is None else self.draw())
+        return self.unchecked(values, None if self.draw is None else self.draw())
+
+    def unchecked(self, values: tuple[Any, ...], seed: Tensor | None) -> Any:
+        """Make a call that has passed the checks. seed: the one that is drawn, or None."""
+        values = *values, None, seed
         outputs = self.run(*[values[i] for i in self.places])
         return outputs if self.kept is None else self.kept(outputs)
 

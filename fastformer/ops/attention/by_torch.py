@@ -19,10 +19,10 @@ from fastformer.ops.attention.masks import LEAST, NO_TERMS, finite, is_causal_as
 
 
 def torch_computes(query: Tensor, value: Tensor, attention: Attention, others: list[str]) -> bool:
-    """Return whether torch's own op, the fastest on a CPU, can compute this call, given the masks
-    and the terms of the scores.
+    """Return whether torch's own op on a CPU can compute this call, once all masks and terms of the
+    scores are one mask.
 
-    others: the options that `beyond_torch` returns.
+    others: the options that `options_beyond` returns.
     """
     if not query.is_cpu or query.dtype is torch.float64 or state.by_formula:
         return False
@@ -48,7 +48,9 @@ def drops(query: Tensor, key: Tensor, p: float, seed: Tensor | None) -> bool:
 
 
 def options_beyond(query: Tensor, key: Tensor, attention: Attention) -> tuple[list[str], float]:
-    """Return the options that `beyond_torch` names, and the dropout that torch's op computes."""
+    """Return the options that `beyond_torch` names, without a dropout_p that is left to torch's op,
+    and that dropout_p or 0.
+    """
     others, p = beyond_torch(attention), attention.dropout_p
     if not drops(query, key, p, attention.dropout_seed):
         return others, 0.0
@@ -63,10 +65,10 @@ def torch_op(
     attention: Attention,
     by_formula: Callable[..., Any],
 ) -> Callable[..., Any] | None:
-    """Return torch's own op with only causality, or only a mask, a bias or lengths of the keys, as
-    a function of query, key, value and `only(attention)` of calls with these layouts; None if it
-    computes none of them. by_formula: the same by the formula, for tensors that torch's op does not
-    take.
+    """Return a function of query, key, value and x that calls torch's own op, for calls with these
+    layouts and options. At most one of causality, a mask, a bias and lengths of the keys may be
+    given, x being `only(attention)`; otherwise return None. by_formula: the same function by the
+    formula, for values with which the result of torch's op would be wrong.
     """
     others, p = options_beyond(query, key, attention)
     is_causal, scale, bias = attention.is_causal, attention.scale, attention.bias
@@ -143,10 +145,10 @@ def _plain(
 ) -> Tensor | None:
     """Call torch's op without a mask or a bias of the caller; return None if it may spread a NaN.
 
-    Short rows get a mask that changes nothing.
+    Short rows get a mask: zeros to be added, or the causal mask.
     """
     rows, columns = query.shape[2], key.shape[2]
-    # With dropout the weights are computed one by one, without a mistake.
+    # With dropout torch's op takes no fused path: it keeps NaN.
     if p or (_is_long(key) and not (is_causal and rows < 16)):
         return fused(query, key, value, None, p, is_causal, scale=scale)
     if eager(query):
@@ -202,7 +204,8 @@ def _masked(
     p: float,
     with_gradient: bool,
 ) -> Tensor | None:
-    """Call torch's op with a mask, boolean or of -inf; return None if the result holds NaN.
+    """Call torch's op with a mask, boolean or floating. Return None if the result holds NaN or
+    -inf, or if the gradients may.
 
     A result without NaN is right: torch's op returns zeros for a query that sees no key, and a key
     that is masked out for all queries did not contribute, whatever it holds.
@@ -227,7 +230,7 @@ def _biased(
     digits, or as `_masked` does.
     """
     if with_gradient:
-        if not near_zero(bias):  # this also excludes rows that finfo.min masks out
+        if not near_zero(bias):  # nor is a row of finfo.min alone
             return None
     elif float(bias.min()) >= LEAST[bias.dtype]:
         return F.scaled_dot_product_attention(query, key, value, bias, p, scale=scale)

@@ -175,10 +175,11 @@ class FirstCall:
             run = _outside_autocast(run, device.type, dtypes)
         if finish is not None:
             kept = finish if kept is None else _both(kept, finish)
-        plan = self.plan = Plan(run, kept, cast("list[int]", chosen), n, device, known)
+        plan = self.plan = Plan(run, kept, cast("list[int]", chosen), n, device)
         seed = next((x for name, x in named if name == "dropout_seed"), None)
         before = readings.count
-        self.result = plan.unchecked(self.values, seed)
+        self.result = plan(self.values, seed)
+        plan.checks = known  # the contract has made them for this call
         readings.count = before  # an op that reads has a plan: it reads again in each call
         return True
 

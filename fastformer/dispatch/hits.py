@@ -36,21 +36,20 @@ class Plan:
         places: list[int],
         n: int,
         device: torch.device | None = None,
-        checks: Sequence[Callable[[Sequence[Any]], None]] = (),
     ) -> None:
-        self.run, self.kept, self.checks, self.places = run, kept, checks, places
+        self.run, self.kept, self.places = run, kept, places
+        self.checks: Sequence[Callable[[Sequence[Any]], None]] = ()
         self.hit: Any = None
         self.draw = None
         if max(places) > n:
             self.draw = functools.partial(random_seeds, (1,), device=device)
 
-    def __call__(self, values: tuple[Any, ...]) -> Any:
+    def __call__(self, values: tuple[Any, ...], seed: Tensor | None = None) -> Any:
+        """seed: the one that is drawn; None to draw it here, if the op takes one."""
         for check in self.checks:
             check(values)
-        return self.unchecked(values, None if self.draw is None else self.draw())
-
-    def unchecked(self, values: tuple[Any, ...], seed: Tensor | None) -> Any:
-        """Make a call that has passed the checks. seed: the one that is drawn, or None."""
+        if seed is None and self.draw is not None:
+            seed = self.draw()
         values = *values, None, seed
         outputs = self.run(*[values[i] for i in self.places])
         return outputs if self.kept is None else self.kept(outputs)

@@ -25,8 +25,8 @@ class Plan:
 
     run: the op, a function of its tensors. kept: a function that returns those of its outputs that
     the caller gets; None for all. places: where the tensors of the op are among the n arguments;
-    n for None, n + 1 for a seed that is drawn. checks: those that read tensors. hit: what `hit`
-    returns, None before the second call.
+    n for None, n + 1 for a seed that is drawn. checks: those that read tensors, none in the first
+    call, which has made them already. hit: what `hit` returns, None before the second call.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Plan:
             self.draw = functools.partial(random_seeds, (1,), device=device)
 
     def __call__(self, values: tuple[Any, ...], seed: Tensor | None = None) -> Any:
-        """seed: the one that is drawn; None to draw it here, if the op takes one."""
+        """seed: the one that the caller has drawn; None to draw it here, if the op takes one."""
         for check in self.checks:
             check(values)
         if seed is None and self.draw is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.eager import may_read
+from fastformer.eager import may_read, requires_gradient
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -88,13 +88,13 @@ def require_values(name: str, x: Tensor, last: int, expected: str, what: str = "
 
 def without_gradient(x: Tensor | None) -> Tensor | None:
     """Return x, detached if it requires a gradient."""
-    return x if x is None or not x.requires_grad else x.detach()
+    return x if x is None or not requires_gradient(x) else x.detach()
 
 
 def refuse_gradients(op: str, **tensors: Tensor | None) -> None:
     """Refuse tensors that require a gradient, which an op does not compute."""
     for name, x in tensors.items():
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
+        if x is not None and requires_gradient(x) and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} requires a gradient, which {op} does not compute; "
                 "expected a tensor that requires none, or a call under torch.no_grad()"

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None without any
 _CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
 
 
@@ -48,18 +50,39 @@ def differentiable(x: Tensor) -> Tensor:
         return view.requires_grad_()
 
 
+def requires_gradient(x: Tensor) -> bool:
+    """Return whether x requires a gradient, also at an outer level of torch.func: what vmap wraps
+    does not say so itself.
+    """
+    if not torch.compiler.is_compiling():
+        while not x.requires_grad and _is_wrapped(x):
+            x = torch._C._functorch.get_unwrapped(x)
+    return x.requires_grad
+
+
+def transformed() -> bool:
+    """Return whether a transform of torch.func is active: some tensors may be wrapped by it."""
+    return not torch.compiler.is_compiling() and _transforms() is not None
+
+
 def eager(x: Tensor) -> bool:
-    """Return whether x holds values now: it is not traced, fake, or wrapped by a transform."""
+    """Return whether a call with x is computed now, for values: x is not traced or fake, and no
+    transform is active.
+    """
+    return _holds_values(x) and _transforms() is None
+
+
+def _holds_values(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not _is_wrapped(x)
 
 
 def may_read(x: Tensor) -> bool:
-    """Return whether the values of x may be read on the host. They may for an eager tensor on a
-    CPU, and elsewhere only with FASTFORMER_CHECK=1, because reading them waits for the GPU.
+    """Return whether the values of x may be read on the host. They may on a CPU, and elsewhere only
+    with FASTFORMER_CHECK=1, because reading them waits for the GPU.
     """
-    if not ((x.is_cpu or _CHECK_ON_GPU) and eager(x)):
+    if not ((x.is_cpu or _CHECK_ON_GPU) and _holds_values(x)):
         return False
     readings.count += 1
     return True

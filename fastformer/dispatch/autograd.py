@@ -21,10 +21,12 @@ output, the gradient of its one input for grad_x = 1; if it is False, that outpu
 `fastformer::<op>_backward_` turns this gradient in place into the one for the actual `grad_x`. This
 happens only if the graph is not retained, because it works once. `ahead` is False while tracing.
 
-With create_graph=True, the gradient is computed by the reference instead, so that it can be
-differentiated again: by the `reference` of the op's record, given the saved inputs, or by its
-`reference_backward`, given the arguments of the backward, if these do not include all inputs. If an
-input carries a forward-mode tangent, the reference computes the call.
+The derivatives of a gradient are those of the reference: of the `reference` of the op's record,
+given the saved inputs, or of its `reference_backward`, given the arguments of the backward, if
+these do not include all inputs. If an input carries a forward-mode tangent, the reference computes
+the call.
+
+Both Functions have a rule for torch.vmap: see vmap.py.
 """
 
 from __future__ import annotations
@@ -43,10 +45,9 @@ from fastformer.description import Attention, pack, unpack
 from fastformer.dispatch.hits import NO_OPTIONS, Plan, as_key, is_known, with_hit
 from fastformer.dispatch.operation import Operation
 from fastformer.dispatch.state import is_transformed, unwatched_backend, use_formula
-from fastformer.eager import differentiable, gradients_through
+from fastformer.dispatch.vmap import Call
+from fastformer.eager import differentiable, gradients_through, requires_gradient, transformed
 from fastformer.plans import Plans, allow_tf32, getter
-
-_transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None without any
 
 
 class _Pair:
@@ -63,7 +64,9 @@ class _Pair:
         self.fields = [n for n in self.arguments if described and n in Attention._fields]
         self.backward: Any = getattr(torch.ops.fastformer, op + "_backward").default
         self.wanted = wanted = [a.name for a in self.backward._schema.arguments]
-        grads = [r.name.removeprefix("grad_") for r in self.backward._schema.returns]
+        self.results = outputs
+        self.backward_results = [r.name for r in self.backward._schema.returns]
+        grads = [name.removeprefix("grad_") for name in self.backward_results]
 
         differentiable = [i for i, name in enumerate(outputs) if "grad_" + name in wanted]
         self.n_outputs = len(differentiable)
@@ -93,8 +96,10 @@ class _Pair:
         forward may compute a gradient.
         """
         values, needs = pack(arguments), [False] * len(self.grads)
-        if torch.is_grad_enabled():
-            needs = [isinstance(values[i], Tensor) and values[i].requires_grad for i in self.grads]
+        # The outer transforms of torch.func differentiate what an inner one does within no_grad().
+        if torch.is_grad_enabled() or transformed():
+            inputs = [values[i] for i in self.grads]
+            needs = [isinstance(x, Tensor) and requires_gradient(x) for x in inputs]
         if self.extra:
             values.append(needs if self.extra == "needs" else any(needs) and ahead)
         return values, needs
@@ -160,6 +165,14 @@ class _Kernel(torch.autograd.Function):
         ctx.shapes = _shapes(output[: pair.n_outputs])
 
     @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], op: str, *args: object) -> Any:
+        pair = _pairs[op]
+        names = [*pair.arguments, *[pair.extra] * bool(pair.extra)]
+        call = Call(info.batch_size, dict(zip(names, args)), dims[1:], pair.record.batched)
+        apply = _Kernel.apply if transformed() else _apply
+        return call.run(functools.partial(apply, op), pair.results)
+
+    @staticmethod
     def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pair = _pairs[ctx.op]
         tensors = iter(ctx.saved_tensors)
@@ -172,6 +185,42 @@ class _Kernel(torch.autograd.Function):
         return tuple(gradients)
 
 
+class _Backward(torch.autograd.Function):
+    """The backward of a kernel, which can be differentiated: by the reference."""
+
+    @staticmethod
+    def forward(op: str, *args: Any) -> tuple[Tensor, ...]:
+        return _as_tuple(_pairs[op].backward(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.op, *args = inputs
+        ctx.save_for_backward(*[x for x in args if isinstance(x, Tensor)])
+        ctx.constants = [None if isinstance(x, Tensor) else (x,) for x in args]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], op: str, *args: Any) -> Any:
+        pair = _pairs[op]
+        call = Call(info.batch_size, dict(zip(pair.wanted, args)), dims[1:], pair.record.batched)
+        wanted = [pair.arguments[i] for i, need in zip(pair.grads, args[-1]) if need]
+        return call.run(functools.partial(_Backward.apply, op), pair.backward_results, wanted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        pair, tensors = _pairs[ctx.op], iter(ctx.saved_tensors)
+        args = [next(tensors) if c is None else c[0] for c in ctx.constants]
+        needed = ctx.needs_input_grad[1:]
+        inputs = [differentiable(x) if need else None for x, need in zip(args, needed)]
+        *values, needs = [x if y is None else y for x, y in zip(args, inputs)]
+        incoming, saved = values[: pair.n_outputs], values[pair.n_outputs :]
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            outputs = _through_reference(pair, saved, incoming, needs)
+        used = [(x, g) for x, g in zip(outputs, grads) if x is not None]
+        return None, *gradients_through(*zip(*used), inputs, create_graph=again)
+
+
 def _shapes(outputs: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
     return [(x.shape, x.dtype, x.device) for x in outputs]
 
@@ -179,20 +228,16 @@ def _shapes(outputs: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, to
 def _gradients(
     pair: _Pair, saved: list[Any], grads: Sequence[Tensor | None], shapes: Any, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients by PyTorch's dispatcher, or by the reference with create_graph=True;
-    None for those that are not needed.
-    """
+    """Return the gradients by PyTorch's dispatcher; None for those that are not needed."""
     ahead: Any = saved.pop() if pair.extra == "ahead" else None
     incoming = [
         torch.zeros(shape, dtype=dtype, device=device) if g is None and not optional else g
         for g, (shape, dtype, device), optional in zip(grads, shapes, pair.optional)
     ]
-    if torch.is_grad_enabled():
+    if forward_ad._current_level >= 0 and _has_tangent([*saved, *incoming]):
         results: Sequence[Tensor | None] = _through_reference(pair, saved, incoming, needs)
-        # Views: what torch.func.vjp saved is wrapped by its level, which has ended.
-        given = [x.view_as(x) for x in (*saved, *incoming) if isinstance(x, Tensor)]
-        if not any(x.requires_grad for x in given) and not _has_tangent(given):
-            results = [g if g is None else g.detach() for g in results]
+    elif torch.is_grad_enabled() or transformed():
+        results = _Backward.apply(pair.op, *incoming, *saved, needs)
     elif _is_made(ahead) and not _is_retained():
         pair.in_place(*incoming, *saved, ahead)
         results = (ahead,)
@@ -406,7 +451,8 @@ def apply(op: str, arguments: dict[str, Any]) -> Any:
     """
     pair = _pairs[op]
     is_compiling = torch.compiler.is_compiling()
-    values, needs = pair.values([*arguments.values()], not is_compiling)
+    within = transformed()
+    values, needs = pair.values([*arguments.values()], not (is_compiling or within))
     if not is_compiling and forward_ad._current_level >= 0 and _has_tangent(values):
         with use_formula():
             return pair.record.reference(**arguments)
@@ -414,9 +460,9 @@ def apply(op: str, arguments: dict[str, Any]) -> Any:
         for i, x in enumerate(values):
             if isinstance(x, Tensor) and any(x is y for y in values[:i]):
                 values[i] = x.view_as(x)
-    if not any(needs):
+    if not any(needs) and not within:
         outputs = _as_tuple(pair.forward(*values))
-    elif is_compiling or _transforms() is not None:
+    elif is_compiling or within:
         outputs = _Kernel.apply(op, *values)
     else:
         outputs = _apply(op, *values)

@@ -37,7 +37,7 @@ from fastformer.dispatch.operation import (
 )
 from fastformer.dispatch.state import BACKENDS as BACKENDS
 from fastformer.dispatch.state import current_backend, state, use_backend
-from fastformer.eager import eager
+from fastformer.eager import eager, transformed
 from fastformer.plans import forget
 
 # GPU models for which benchmarks/results has a run of the full test suite.
@@ -53,7 +53,6 @@ _kernels: dict[str, ModuleType] = {}
 _on_a_cpu: dict[str, Choice] = {}  # by op: the choice of "auto" for tensors on a CPU
 _explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
 _autocasts = torch._C._is_any_autocast_enabled
-_transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func; None without any
 
 
 def prefers_kernels(x: torch.Tensor) -> bool:
@@ -265,7 +264,7 @@ def _described(choice: Choice, arguments: Arguments) -> Choice:
     if given.get("dropout_p"):
         source = "torch's generator" if given["dropout_seed"] is None else "a seed"
         choice = choice._replace(reason=f"{choice.reason}; the dropout mask is from {source}")
-    if choice.backend != "triton" or torch.compiler.is_compiling() or _transforms():
+    if choice.backend != "triton" or torch.compiler.is_compiling() or transformed():
         return choice
     describe = getattr(_load(choice.op), "describe", None)
     kernels = None if describe is None else describe(**arguments)
@@ -438,10 +437,11 @@ def _by_names(function: Callable[..., Any], arguments: Arguments) -> Callable[..
 
 def may_join(x: torch.Tensor, *others: Any) -> bool:
     """Return whether `run_joint` may compute a call of parts of x and of others: with a gradient,
-    by kernels, and not of DTensors.
+    by kernels, and not of DTensors or within a transform of torch.func.
     """
-    differentiated = torch.is_grad_enabled() and x.requires_grad
-    return differentiated and prefers_kernels(x) and not any(map(is_dtensor, (x, *others)))
+    if not (torch.is_grad_enabled() and x.requires_grad and prefers_kernels(x)):
+        return False
+    return not transformed() and not any(map(is_dtensor, (x, *others)))
 
 
 def run_joint(op: str, plans: Sequence[tuple[Choice, Arguments]], arguments: Arguments) -> Any:

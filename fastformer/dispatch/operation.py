@@ -6,7 +6,8 @@ ops has to name an op to find its kernel or its reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,10 @@ class Operation(NamedTuple):
     reference: the op in eager PyTorch, given checked arguments.
     rows: the arguments whose leading dimensions are the rows that the op computes one by one. They
         may be DTensors that are sharded over these dimensions; no argument of other ops may be one.
+    batched: the arguments and outputs that have rows or sequences, for torch.vmap, and how many
+        dimensions they have, of which the first one is that of the rows or sequences: 0 for any
+        number of leading dimensions, negative for arguments that all sequences may share. The op is
+        the same function of each row or sequence, but for dropout and reductions.
     by_torch: torch's own op, given checked arguments; `auto` runs it where it was measured to be
         faster. It needs the same results but for rounding, in the same memory layout.
     suits_torch: whether it computes a call, given its arguments.
@@ -40,6 +45,7 @@ class Operation(NamedTuple):
     contract: Function
     reference: Function
     rows: tuple[str, ...] = ()
+    batched: Mapping[str, int] = MappingProxyType({})
     by_torch: Function | None = None
     suits_torch: Callable[[Arguments], bool] = lambda arguments: False
     direct: Callable[..., Function | None] | None = None

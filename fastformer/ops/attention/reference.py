@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastformer.description import Attention
-from fastformer.eager import eager, may_read
+from fastformer.eager import eager, may_read, transformed
 from fastformer.ops.attention.by_torch import (
     differentiates,
     fused,
@@ -60,7 +60,9 @@ def _scores(
         scores = scores if scores.dtype == torch.float64 else scores.float()
     if added is not None:
         scores = scores + added
-    if visible is not None:
+    if visible is not None and transformed():  # vmap cannot change unmapped scores in place
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    elif visible is not None:
         with torch.no_grad():  # a masked weight is 0, and so is its score's gradient
             scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
     if sinks is None:

@@ -101,4 +101,4 @@ def embed(
     )
 
 
-backends.register(Operation("embedding", embed, reference.embed))
+backends.register(Operation("embedding", embed, reference.embed, batched=dict(tokens=0, output=0)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.eager import transformed
 from fastformer.ops.dropout import dropout, dropout_scale
 from fastformer.ops.norms.reference import masked
 
@@ -20,7 +22,11 @@ def embed(
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
     scale = weight.shape[1] ** 0.5 if scale is None else scale
-    out = F.embedding(tokens.long(), weight, padding_idx) * scale
+    if transformed() and padding_idx is not None:  # vmap of torch's op takes another row for it
+        out = F.embedding(tokens.long(), weight)
+        out = torch.where((tokens == padding_idx).unsqueeze(-1), out.detach(), out) * scale
+    else:
+        out = F.embedding(tokens.long(), weight, padding_idx) * scale
     if positional is not None:
         out = out + positional[: tokens.shape[-1]].to(out.dtype)
     if dropout_seed is None:

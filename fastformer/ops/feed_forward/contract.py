@@ -250,4 +250,5 @@ def _require_layers(halves: int, **tensors: Any) -> None:
 for _contract in (feed_forward, geglu, swiglu, gated_activation):
     _rows = ("gate", "value") if _contract is gated_activation else ("input",)
     _reference = getattr(reference, _contract.__name__)
-    backends.register(Operation("feed_forward", _contract, _reference, _rows))
+    _batched = dict.fromkeys((*_rows, "output", "saved"), 0)
+    backends.register(Operation("feed_forward", _contract, _reference, _rows, _batched))

@@ -419,6 +419,7 @@ _OF_LOGITS = operation.Operation(
     cross_entropy,
     reference.cross_entropy,
     rows=("logits", "target"),
+    batched=dict(logits=0, target=0, loss=0, entropy=0, lse=2),
     direct=reference.direct_cross_entropy,
 )
 backends.register(
@@ -427,11 +428,13 @@ backends.register(
         contract=linear_cross_entropy,
         reference=reference.linear_cross_entropy,
         rows=("input", "target"),
+        batched=dict(input=0, target=0, loss=0, entropy=0, argmax=0, lse=2),
         direct=None,
     ),
     operation.Operation(
         "cross_entropy",
         linear_kl_div,
         reference.linear_kl_div,
+        batched=dict(input=0, teacher_input=0, mask=0, loss=0),
     ),
 )

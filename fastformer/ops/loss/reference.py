@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.dispatch.state import state
-from fastformer.eager import eager, gradients_through
+from fastformer.eager import eager, gradients_through, transformed
 
 _HELD = 1 << 24  # logits that `_ChunkedLoss` holds at a time
 
@@ -35,7 +35,8 @@ def cross_entropy(
     x, flat = logits.reshape(-1, v), target.reshape(-1)
     x = formed(x if x.dtype == torch.float64 else x.float(), softcap, temperature)
     weight = None if weight is None else weight.to(x.dtype)
-    if smoothing == "uniform" and label_smoothing <= 1:
+    by_torch = smoothing == "uniform" and label_smoothing <= 1
+    if by_torch and not (transformed() and (label_smoothing or weight is not None)):  # vmap fails
         labels = ignore_index, None, reduction, label_smoothing
         loss = F.cross_entropy(x, flat, weight, None, *labels)
         loss = loss.view(target.shape) if reduction == "none" else loss

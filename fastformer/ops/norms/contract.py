@@ -287,6 +287,7 @@ _OF_LAYER_NORM = Operation(
     contract=layer_norm,
     reference=reference.layer_norm,
     rows=("input",),
+    batched=dict(input=0, output=0, mean=1, reciprocal=1),
     by_torch=reference.layer_norm,  # torch's own op for the calls that suit
     suits_torch=_suits_torch,
     direct=reference.direct_layer_norm,
@@ -295,6 +296,7 @@ _OF_SUM = _OF_LAYER_NORM._replace(
     contract=dropout_add_layer_norm,
     reference=reference.dropout_add_layer_norm,
     rows=("input", "residual"),
+    batched=dict(input=0, residual=0, normalized=0, residual_out=0, mean=1, reciprocal=1),
     by_torch=None,
     suits_torch=lambda arguments: False,
     direct=None,

@@ -20,6 +20,7 @@ from fastformer.checks import (
 from fastformer.dispatch import backends
 from fastformer.dispatch.front import cast_to, front_door
 from fastformer.dispatch.operation import Operation
+from fastformer.eager import requires_gradient
 from fastformer.ops.rotary import reference
 
 
@@ -118,7 +119,7 @@ def _require_heads(query: Tensor, key: Tensor) -> None:
 def _require_table(name: str, x: Tensor, query: Tensor) -> None:
     """Require cos or sin: [S, R], [B, S, R], or [T, R] for a packed query."""
     _require_like(name, x, query)
-    if x.requires_grad and torch.is_grad_enabled():
+    if requires_gradient(x) and torch.is_grad_enabled():
         raise ValueError(f"{name} requires a gradient; expected a table without one: detach it")
     packed = query.dim() == 3
     length, dim = query.shape[0 if packed else 2], query.shape[-1]
@@ -160,6 +161,7 @@ backends.register(
         "rotary",
         rotary_embedding,
         reference.rotary_embedding,
+        batched=dict(query=4, key=4, cos=-3, sin=-3, rotated_query=4, rotated_key=4),
         reference_backward=reference.rotary_embedding_backward,
         unsaved=_unsaved,
     )

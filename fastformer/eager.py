@@ -54,22 +54,43 @@ def requires_gradient(x: Tensor) -> bool:
     """Return whether x requires a gradient, also at an outer level of torch.func: what vmap wraps
     does not say so itself.
     """
-    if not torch.compiler.is_compiling():
-        while not x.requires_grad and _is_wrapped(x):
-            x = torch._C._functorch.get_unwrapped(x)
-    return x.requires_grad
+    if torch.compiler.is_compiling() or x.requires_grad:
+        return x.requires_grad
+    return any(inner.requires_grad for inner in wrapped_in(x))
+
+
+def wrapped_in(x: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that the transforms of torch.func have wrapped in x, the innermost last."""
+    while _is_wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+        yield x
+
+
+def refuse_vmap(what: str, *tensors: Tensor) -> None:
+    """Raise a RuntimeError if torch.vmap maps one of the tensors. what: what cannot be mapped."""
+    for x in tensors if not torch.compiler.is_compiling() and transformed() else ():
+        if any(map(torch._C._functorch.is_batchedtensor, (x, *wrapped_in(x)))):
+            raise RuntimeError(
+                f"torch.vmap cannot map {what}; expected a call outside of vmap, with the examples "
+                "as the sequences of its batch"
+            )
 
 
 def transformed() -> bool:
-    """Return whether a transform of torch.func is active: some tensors may be wrapped by it."""
-    return not torch.compiler.is_compiling() and _transforms() is not None
+    """Return whether a transform of torch.func is active: some tensors may be wrapped by it. Dynamo
+    calls this function instead of tracing it.
+    """
+    return _transforms() is not None
+
+
+transformed.__dict__["_dynamo_marked_constant"] = True
 
 
 def eager(x: Tensor) -> bool:
     """Return whether a call with x is computed now, for values: x is not traced or fake, and no
     transform is active.
     """
-    return _holds_values(x) and _transforms() is None
+    return _holds_values(x) and not transformed()
 
 
 def _holds_values(x: Tensor) -> bool:

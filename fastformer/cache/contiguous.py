@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer import checks
-from fastformer.eager import may_read
+from fastformer.eager import may_read, refuse_vmap
 from fastformer.ops import functional
 
 Arguments = tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]  # key, value, mask, options
@@ -228,6 +228,7 @@ class KVCache(AttendedCache):
         return F.pad(mask, (0, keys - self.longest), value=False)
 
     def _require_entry(self, key: Tensor, value: Tensor) -> None:
+        refuse_vmap("the entries of a cache, which it writes in place", key, value)
         batch, heads = self.key.shape[:2]
         if self._fits(batch, heads, key, value):
             return

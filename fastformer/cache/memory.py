@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastformer.cache.contiguous import Arguments, AttendedCache, require_rows
+from fastformer.eager import refuse_vmap
 
 
 class MemoryCache(AttendedCache):
@@ -26,6 +27,7 @@ class MemoryCache(AttendedCache):
 
     def fill(self, memory: Tensor, key: Tensor, value: Tensor) -> None:
         """Copy the keys and values of `memory` to the buffers, or new ones if they do not fit."""
+        refuse_vmap("the memory of a cache, which is written in place", key, value)
         if any(x.requires_grad for x in (key, value)) and torch.is_grad_enabled():
             raise ValueError(
                 "memory requires a gradient, or its projection does, and a cache keeps none; "

@@ -17,7 +17,7 @@ from fastformer.batch_invariance import on
 from fastformer.cache.decoder import DecoderCache
 from fastformer.cuda_graphs import captured
 from fastformer.dispatch.backends import current_backend
-from fastformer.eager import may_read
+from fastformer.eager import may_read, refuse_vmap
 from fastformer.nn.embeddings import Embeddings, PositionalEncoding, RotaryEmbedding
 from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import has_positions, subsequent_mask
@@ -284,6 +284,7 @@ def make_steps(
 ) -> Steps:
     """Check the arguments that all searches share, and return the steps of the model."""
     checks.require_token_ids("src", src)
+    refuse_vmap("decoding, which writes the tokens in place", src)
     [max_len] = checks.require_size(max_len=max_len)
     if start_symbol is not None:
         [start_symbol] = checks.require_size(0, start_symbol=start_symbol)

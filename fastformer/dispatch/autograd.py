@@ -46,7 +46,7 @@ from fastformer.dispatch.hits import NO_OPTIONS, Plan, as_key, is_known, with_hi
 from fastformer.dispatch.operation import Operation
 from fastformer.dispatch.state import is_transformed, unwatched_backend, use_formula
 from fastformer.dispatch.vmap import Call
-from fastformer.eager import differentiable, gradients_through, requires_gradient, transformed
+from fastformer.eager import differentiable, gradients_through, requires_gradient, transformed, wrapped_in
 from fastformer.plans import Plans, allow_tf32, getter
 
 
@@ -210,12 +210,11 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pair, tensors = _pairs[ctx.op], iter(ctx.saved_tensors)
         args = [next(tensors) if c is None else c[0] for c in ctx.constants]
-        needed = ctx.needs_input_grad[1:]
-        inputs = [differentiable(x) if need else None for x, need in zip(args, needed)]
-        *values, needs = [x if y is None else y for x, y in zip(args, inputs)]
-        incoming, saved = values[: pair.n_outputs], values[pair.n_outputs :]
-        again = torch.is_grad_enabled()
+        again, needed = torch.is_grad_enabled(), ctx.needs_input_grad[1:]
         with torch.enable_grad():
+            inputs = [differentiable(x) if need else None for x, need in zip(args, needed)]
+            *values, needs = [x if y is None else y for x, y in zip(args, inputs)]
+            incoming, saved = values[: pair.n_outputs], values[pair.n_outputs :]
             outputs = _through_reference(pair, saved, incoming, needs)
         used = [(x, g) for x, g in zip(outputs, grads) if x is not None]
         return None, *gradients_through(*zip(*used), inputs, create_graph=again)
@@ -238,12 +237,17 @@ def _gradients(
         results: Sequence[Tensor | None] = _through_reference(pair, saved, incoming, needs)
     elif torch.is_grad_enabled() or transformed():
         results = _Backward.apply(pair.op, *incoming, *saved, needs)
-    elif _is_made(ahead) and not _is_retained():
+    elif _is_made(ahead) and not _is_retained() and not any(map(_is_batched, incoming)):
         pair.in_place(*incoming, *saved, ahead)
         results = (ahead,)
     else:
         results = _as_tuple(pair.backward(*incoming, *saved, needs))
     return [result if need else None for result, need in zip(results, needs, strict=True)]
+
+
+def _is_batched(x: Tensor | None) -> bool:
+    """Return whether torch.autograd.grad makes several backwards at once, by is_grads_batched."""
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def _is_made(ahead: Tensor | None) -> bool:
@@ -438,10 +442,13 @@ def _through_reference(
 
 def _has_tangent(values: Sequence[object]) -> bool:
     """Return whether one of the tensors may carry a tangent of forward-mode differentiation."""
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    if any(x.key() == torch._C._functorch.TransformType.Jvp for x in levels[:-1]):
+    levels = [x.key() for x in torch._C._functorch.get_interpreter_stack() or ()]
+    jvp = torch._C._functorch.TransformType.Jvp
+    if jvp in levels[:-1]:
         return True  # the innermost transform hides the tangents of the outer ones
-    tensors = (x for x in values if isinstance(x, Tensor))
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    if jvp not in levels:  # vmap cannot unpack what it has wrapped
+        tensors = [[x, *wrapped_in(x)][-1] for x in tensors]
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 

@@ -167,6 +167,11 @@ def _unsupported_reason(op: str, arguments: Arguments, device: torch.device) -> 
         return "AMD GPUs (HIP) run the PyTorch reference"
     if not _HAS_TRITON:
         return "triton is not installed"
+    if torch.compiler.is_compiling() and transformed():
+        return (
+            "torch.compile traces no kernel within vmap, grad or another transform of torch.func; "
+            'it does under use_backend("reference")'
+        )
     kernels = _load(op)
     if device.type == "cpu" and not kernels.INTERPRETED:
         return (

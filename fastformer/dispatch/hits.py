@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import textwrap
 from collections.abc import Callable, Sequence
@@ -108,6 +109,7 @@ def hit(
     """
     n = len(values)
     known: dict[str, Any] = dict(own=backend, names=[*options], key=as_key, grad_mode=_grad_mode)
+    known["__builtins__"] = builtins  # dynamo looks for them if it meets the function
     tests, tensors = [f"grad_mode() is not {_grad_mode()}"], dict[str, Tensor]()
     for i, x in enumerate(values):
         known[f"t{i}"] = type(x)

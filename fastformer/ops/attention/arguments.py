@@ -117,6 +117,11 @@ def mask_and_bias(
 
 def checked_blocks(mask: BlockMask, query: Tensor, scores: Scores) -> Blocks:
     """Return the tensors of a block mask of the scores."""
+    if mask.spans.dim() != 4:
+        raise ValueError(
+            "attn_mask is a BlockMask that torch.vmap maps; expected one that all examples share, or "
+            "a boolean tensor"
+        )
     if mask.device != query.device:
         raise ValueError(
             f"attn_mask is a BlockMask on {mask.device}; expected the device of query, "

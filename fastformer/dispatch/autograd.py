@@ -46,7 +46,13 @@ from fastformer.dispatch.hits import NO_OPTIONS, Plan, as_key, is_known, with_hi
 from fastformer.dispatch.operation import Operation
 from fastformer.dispatch.state import is_transformed, unwatched_backend, use_formula
 from fastformer.dispatch.vmap import Call
-from fastformer.eager import differentiable, gradients_through, requires_gradient, transformed, wrapped_in
+from fastformer.eager import (
+    differentiable,
+    gradients_through,
+    requires_gradient,
+    transformed,
+    wrapped_in,
+)
 from fastformer.plans import Plans, allow_tf32, getter
 
 

@@ -1,8 +1,8 @@
 """The rules of torch.vmap for the kernels: one call for all examples, or one for each of them.
 
 The examples become rows or sequences of one call, if the op computes rows or sequences one by one:
-the record of the op names the tensors that have them (`Operation.batched`). It runs once for each
-example, and its outputs are stacked,
+the record of the op names the tensors that have them (`Operation.batched`). The op runs once for
+each example, and its outputs are stacked,
 
     if another tensor is mapped, such as a weight;
     in a backward, if a gradient is a sum over rows or sequences: that of a weight or of a bias that
@@ -32,14 +32,16 @@ class Call:
     def __init__(
         self, n: int, arguments: Mapping[str, Any], dims: Sequence[Any], batched: Mapping[str, int]
     ) -> None:
-        places = {k: d for k, d in zip(arguments, dims) if isinstance(arguments[k], Tensor)}
-        self.n, self.batched = n, batched
-        mapped = {k: arguments[k].movedim(d, 0) for k, d in places.items() if d is not None}
+        self.n, tensors = n, [k for k, x in arguments.items() if isinstance(x, Tensor)]
+        mapped = {k: d for k, d in zip(arguments, dims) if k in tensors and d is not None}
+        moved = {k: arguments[k].movedim(d, 0) for k, d in mapped.items()}
         # Lengths, offsets, seeds and sinks [n] have to be contiguous in each example.
-        self.mapped = {k: x.contiguous() if x.dim() == 2 else x for k, x in mapped.items()}
+        self.mapped = {k: x.contiguous() if x.dim() == 2 else x for k, x in moved.items()}
         self.arguments = {**arguments, **self.mapped}
-        # Tensors with rows or sequences, of all examples or of one.
-        self.folded = [k for k in places if _input(k) in batched]
+        # The tensors with rows or sequences, and the number of their dimensions; see `Operation`.
+        names = [name.removeprefix("grad_") for name in tensors]
+        self.folded = {k: batched[name] for k, name in zip(tensors, names) if name in batched}
+        self.batched = batched
 
     def run(
         self, op: Callable[..., Outputs], results: Sequence[str], wanted: Sequence[str] = ()
@@ -51,35 +53,45 @@ class Call:
             outputs = self._by_example(op)
             return outputs, (0,) * len(outputs)
         outputs = op(*{**self.arguments, **{k: self._fold(k) for k in self.folded}}.values())
-        found = [self._unfold(_input(name), x) for name, x in zip(results, outputs, strict=True)]
+        names = [name.removeprefix("grad_") for name in results]
+        found = [self._unfold(name, x) for name, x in zip(names, outputs, strict=True)]
         return tuple([x for x, _ in found]), tuple([d for _, d in found])
 
     def _is_foldable(self, wanted: Sequence[str]) -> bool:
-        given, batched = self.arguments, self.batched
+        given, folded = self.arguments, self.folded
         return (
             self.n > 0
-            and self.mapped.keys() <= set(self.folded)
-            and all(name in batched and batched[name] >= 0 for name in wanted)
+            and self.mapped.keys() <= folded.keys()
+            and all(self.batched.get(name, -1) >= 0 for name in wanted)
             and not given.get("dropout_p")
             and given.get("reduction", "none") == "none"
-            and all(len(self._shape(k)) == batched[_input(k)] for k in self.folded if batched[_input(k)] > 0)
+            and all(
+                d <= 0 or self._is_left_out(k) or len(self._shape(k)) == d
+                for k, d in folded.items()
+            )
         )
 
     def _shape(self, name: str) -> torch.Size:
         """Return the shape of a tensor of one example."""
         return self.arguments[name].shape[name in self.mapped :]
 
+    def _is_left_out(self, name: str) -> bool:
+        """Return whether a tensor has no elements because the call does not need it."""
+        return self.folded[name] > 1 and self._shape(name) == (0,)
+
     def _fold(self, name: str) -> Tensor:
         """Return a tensor of all examples."""
-        x, shape, n_dims = self.arguments[name], self._shape(name), self.batched[_input(name)]
+        x, shape, n_dims = self.arguments[name], self._shape(name), self.folded[name]
         is_mapped = name in self.mapped
+        if self._is_left_out(name):
+            return x.flatten()
         if n_dims < 0 and not is_mapped and (len(shape) < -n_dims or shape[0] == 1):
             return x if len(shape) < -n_dims else x[0]  # the same for all sequences
         x = x if is_mapped else x.expand(self.n, *shape)
         if n_dims == 0:
             return x
         x = x.view(self.n, *[1] * (abs(n_dims) - len(shape)), *shape)
-        batch = next(self._shape(k)[0] for k in self.folded if self.batched[_input(k)] > 0)
+        batch = next(self._shape(k)[0] for k, d in self.folded.items() if d > 0)
         x = x.expand(self.n, batch, *x.shape[2:]).flatten(0, 1)
         return x.contiguous() if n_dims == 1 else x  # lengths
 
@@ -100,9 +112,4 @@ class Call:
         rows = zip(*[x.unbind(0) for x in each.values()])
         outputs = [op(*{**self.arguments, **dict(zip(each, row))}.values()) for row in rows]
         stacked = [torch.stack(column) for column in zip(*outputs)]
-        return tuple([x[: self.n] for x in stacked] if self.n == 0 else stacked)
-
-
-def _input(name: str) -> str:
-    """Return the name of a tensor, or of the one that this is the gradient of."""
-    return name.removeprefix("grad_")
+        return tuple([x[:0] for x in stacked] if self.n == 0 else stacked)

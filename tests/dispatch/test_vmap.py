@@ -1,23 +1,29 @@
-"""torch.vmap over every op and over models: outputs and gradients are those of a loop over the examples."""
+"""torch.vmap over every op and over models: outputs and gradients are those of a loop over the
+examples.
+"""
 
-import contextlib
+import copy
+import math
 import zlib
 
-import numpy as np
 import pytest
 import torch
 from calls import DRAWN, Draw, drawn, outputs_of
-from torch.func import grad, vmap
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
 
 import fastformer as ff
 from fastformer import use_backend
 
-CASES = 12  # of an op, in each run; with --all
-ALL = 63  # 16 ops on two backends: 2,016 calls
+CALLS, ALL, SLOW = 2, 10, 63  # of each op on each backend: in each run, with --all, with --slow
+BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}  # of roundings; 16 bits: 2e-2
 
 
-def varied(draw, name, x, n, options):
-    """n tensors like x, which are different where values may differ."""
+def varied(draw, name, x, n):
+    """n tensors like x [n, *x.shape], with other values where these are free."""
+    if name == "dropout_seed":
+        return torch.stack([x + i for i in range(n)])
     if x.is_floating_point():
         return torch.stack([x * (1 + i / 4) for i in range(n)])
     if name == "key_lengths":
@@ -27,101 +33,376 @@ def varied(draw, name, x, n, options):
         return x & ~hidden
     if name.startswith("cu_seqlens"):
         return torch.stack([x] * n)
-    flat = x.flatten()  # of ids and labels; a mask
-    return torch.stack([flat.roll(i).view(x.shape) for i in range(n)])
+    return torch.stack([x.flatten().roll(i).view(x.shape) for i in range(n)])  # ids, labels, a mask
 
 
-def vmapped(draw, case, n):
-    """A random call for n examples: (f, in_dims, inputs, names, examples). f takes the tensors of one example by
-    position; examples: those of each, as a loop takes them.
+def mapped_call(case, draw, n):
+    """A random call for n examples: a function of the tensors of one, in_dims, what vmap takes,
+    the places of the wanted gradients, and the tensors of each example.
     """
     tensors, options, floating = drawn(case, draw)
-    options |= {name: x for name, x in tensors.items() if x is None}
-    tensors = {name: x for name, x in tensors.items() if x is not None}
-    for name, x in options.items():  # teacher_input, mask, slopes and tables may be mapped, too
-        if isinstance(x, torch.Tensor) and name != "weight":
-            tensors[name] = x
-    options = {name: x for name, x in options.items() if name not in tensors}
-    if options.get("dropout_p") and draw.often(0.3):
-        tensors["dropout_seed"] = torch.tensor([options.pop("dropout_seed")], device=draw.device)
-    names = list(tensors)
-    count = draw.random.integers(1, len(names) + 1)
-    mapped = set(draw.random.permutation(names)[:count].tolist()) if draw.often(0.7) else {names[0]}
+    tensors = {**tensors, **{k: x for k, x in options.items() if isinstance(x, torch.Tensor)}}
+    if options.get("dropout_p") and draw.often():
+        tensors["dropout_seed"] = torch.tensor([options["dropout_seed"]], device=draw.device)
+    given = {**tensors, **options}
+    names = [name for name, x in tensors.items() if x is not None]
+    some = draw.random.permutation(names)[: draw.random.integers(1, len(names) + 1)]
+    mapped = draw.one({names[0]}, set(some.tolist()))
     inputs, in_dims, columns = [], [], []
     for name in names:
         x = tensors[name].detach()
-        if name not in mapped:
-            inputs.append(x), in_dims.append(None), columns.append([x] * n)
-            continue
-        if name == "dropout_seed":
-            each = torch.stack([x + i for i in range(n)])
-        else:
-            each = varied(draw, name, x, n, options)
-        dim = int(draw.random.integers(x.dim() + 1))
-        columns.append(list(each.unbind(0)))
-        in_dims.append(dim if draw.often() else dim - x.dim() - 1)
-        inputs.append(draw.view(each.movedim(0, dim), -1 if not x.is_floating_point() else float("nan")) if x.dtype != torch.bool else each.movedim(0, dim))
-    def f(*given):
-        return outputs_of(case, dict(zip(names, given)), options)
-    return f, tuple(in_dims), inputs, [names.index(k) for k in floating if k in names], list(zip(*columns))
+        inputs.append(x)
+        in_dims.append(None)
+        columns.append([x] * n)
+        if name in mapped:
+            each = varied(draw, name, x, n)
+            columns[-1] = each.unbind(0)
+            dim = int(draw.random.integers(-x.dim() - 1, x.dim() + 1))
+            in_dims[-1] = dim
+            inputs[-1] = draw.view(
+                each.movedim(0, dim), math.nan if x.is_floating_point() else True
+            )
 
+    def call(*tensors):
+        return outputs_of(case, {**given, **dict(zip(names, tensors))}, {})
 
-def total(outputs, weights):
-    return sum((x.double() * w).sum() for x, w in zip(outputs, weights) if x.is_floating_point())
+    places = [names.index(name) for name in floating if name in names]
+    return call, tuple(in_dims), inputs, places, list(zip(*columns))
 
 
 def close(what, have, want, dtype):
-    assert have.shape == want.shape and have.dtype == want.dtype, (what, have.shape, want.shape, have.dtype, want.dtype)
-    if not have.is_floating_point():
-        assert torch.equal(have, want), what
-        return
+    assert (have.shape, have.dtype) == (want.shape, want.dtype), what
     have, want = have.double(), want.double()
     assert torch.equal(have.isfinite(), want.isfinite()), what
-    have, want = have.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)
-    bound = {torch.float64: 1e-6, torch.float32: 1e-4}.get(dtype, 2e-2)
-    assert (have - want).norm() <= bound * (want.norm() + 1e-3), (what, float((have - want).norm()), float(want.norm()))
+    have, want = (x.nan_to_num(0.0, 0.0, 0.0) for x in (have, want))
+    bound = BOUNDS.get(dtype, 2e-2) * (want.norm() + 1e-3)
+    assert (have - want).norm() <= bound, (
+        f"{what}: off by {(have - want).norm():.1e} of {bound:.1e}"
+    )
 
 
 def check(case, draw):
-    n = draw.one(1, 2, 3)
-    f, in_dims, inputs, wanted, examples = vmapped(draw, case, n)
-    want = [f(*example) for example in examples]
-    weights = [draw.normal(*x.shape, dtype=torch.float64).contiguous() for x in want[0]]
-    have = vmap(f, in_dims)(*inputs)
-    for k, column in enumerate(zip(*want)):
-        close(f"output {k}", have[k], torch.stack(column), draw.dtype)
+    """Outputs, the gradients of each example, and those of the sum over the examples."""
+    call, in_dims, inputs, wanted, examples = mapped_call(case, draw, draw.one(1, 2, 3))
+    outputs = [call(*example) for example in examples]
+    for k, (have, *want) in enumerate(zip(vmap(call, in_dims)(*inputs), *outputs, strict=True)):
+        close(f"output {k}", have, torch.stack(want), draw.dtype)
+    weights = [draw.normal(*x.shape, dtype=torch.float64) for x in outputs[0]]
+
+    def loss(*given):
+        return sum((x * w).sum() for x, w in zip(call(*given), weights) if x.is_floating_point())
+
+    def leaves(tensors):
+        return [x.clone().requires_grad_() if i in wanted else x for i, x in enumerate(tensors)]
+
+    def gradients(function, tensors):
+        given = leaves(tensors)
+        return torch.autograd.grad(function(*given), [given[i] for i in wanted])
+
+    def total(*given):
+        return vmap(loss, in_dims)(*given).sum()
+
     if not wanted:
         return
-    loss = lambda *given: total(f(*given), weights)
-    each = []  # gradients of each example
-    for example in examples:
-        leaves = [x.clone().requires_grad_() if i in wanted else x for i, x in enumerate(example)]
-        each.append(torch.autograd.grad(loss(*leaves), [leaves[i] for i in wanted]))
-    columns = [torch.stack(column) for column in zip(*each)]
-    found = vmap(grad(loss, tuple(wanted)), in_dims)(*inputs)
-    for i, have, want in zip(wanted, found, columns, strict=True):
+    columns = [torch.stack(x) for x in zip(*[gradients(loss, example) for example in examples])]
+    each = vmap(grad(loss, tuple(wanted)), in_dims)(*inputs)
+    found = gradients(total, inputs), grad(total, tuple(wanted))(*inputs)
+    for i, want, have, *others in zip(wanted, columns, each, *found, strict=True):
         close(f"gradient {i} of each example", have, want, draw.dtype)
-    # The gradient of the sum over examples, by backward() through vmap and by torch.func.
-    leaves = [x.clone().requires_grad_() if i in wanted else x for i, x in enumerate(inputs)]
-    summed = lambda *given: vmap(loss, in_dims)(*given).sum()
-    outer = torch.autograd.grad(summed(*leaves), [leaves[i] for i in wanted])
-    other = grad(summed, tuple(wanted))(*inputs)
-    for i, *two, want in zip(wanted, outer, other, columns, strict=True):
         dim = in_dims[i]
-        want = want.double().sum(0).to(want.dtype) if dim is None else want.movedim(0, dim)
-        for have in two:
-            close(f"gradient {i}", have, want, draw.dtype)
+        of_sum = want.double().sum(0).to(want.dtype) if dim is None else want.movedim(0, dim)
+        for have in others:
+            close(f"gradient {i}", have, of_sum, draw.dtype)
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [
+        CALLS,
+        pytest.param(ALL, marks=pytest.mark.with_all),
+        pytest.param(SLOW, marks=pytest.mark.with_slow),
+    ],
+)
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
 @pytest.mark.filterwarnings("error:There is a performance drop.*fastformer")
-def test_random_calls(case, backend, device, request):
-    start = zlib.crc32(b"vmap" + case.__name__.encode())
-    bad = []
-    for n in range(int(__import__("os").environ.get("N", CASES))):
+@pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:invalid value:RuntimeWarning")
+def test_random_calls(case, calls, backend, device):
+    """Any tensors mapped at any dimension, the others shared by all examples."""
+    start = zlib.crc32(case.__name__.encode())
+    for n in range(calls):
+        draw = Draw([start, calls, n], device, most=20)
         try:
-            check(case, Draw([start, n], device, most=20))
+            check(case, draw)
         except Exception as error:
-            if __import__("os").environ.get("RAISE"): raise
-            bad.append((n, type(error).__name__, str(error)[:300]))
-    assert not bad, f"{len(bad)} {bad[:4]}"
+            raise AssertionError(f"Draw([{start}, {calls}, {n}]), {draw.dtype}: {error}") from error
+
+
+def attend(x, **options):
+    return ff.scaled_dot_product_attention(x, x, x, **options)
+
+
+def test_examples_are_one_launch(work):
+    """Where nothing is summed over them: rows, and sequences with their masks and lengths."""
+    x, w = torch.randn(3, 2, 1, 5, 8), torch.randn(8)
+    mask, lengths = torch.rand(3, 5, 5) < 0.7, torch.randint(1, 6, (3, 2))
+
+    def masked(x, m, n):
+        return attend(x, attn_mask=m, key_lengths=n)
+
+    def norm(x, w):
+        return ff.layer_norm(x, 8, w)
+
+    with use_backend("triton"):
+        assert work(lambda: vmap(masked)(x, mask, lengths)).launches == 1
+        assert work(lambda: vmap(norm, (0, None))(x, w)).launches == 1
+        assert work(lambda: vmap(norm)(x, w.expand(3, 8))).launches == 3
+        of_one = work(lambda: grad(lambda x: attend(x).sum())(x[0])).launches
+        assert work(lambda: vmap(grad(lambda x: attend(x).sum()))(x)).launches == of_one
+
+
+@pytest.mark.parametrize("op", ["attention", "feed_forward"])
+def test_dropout(backend, device, op):
+    """As torch's own: an error, a mask for each example, or one for all. A seed is that of each."""
+    x, w = torch.randn(1, 2, 2, 17, 16, device=device), torch.eye(16, device=device)
+
+    def call(x, seed=None):
+        options = dict(dropout_p=0.5, dropout_seed=seed)
+        if op == "attention":
+            return attend(x, **options)
+        return ff.feed_forward(x.flatten(0, 2), w, None, w, None, **options)
+
+    x = x.expand(3, -1, -1, -1, -1)
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        vmap(call)(x)
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        vmap(nn.functional.dropout)(x)
+    for randomness, equal in (("same", True), ("different", False)):
+        first, *others = vmap(call, randomness=randomness)(x)
+        assert [torch.equal(y, first) for y in others] == [equal] * 2
+    seeds = torch.tensor([4, 5, 4], device=device)
+    for have, seed in zip(vmap(call)(x, seeds), seeds):
+        torch.testing.assert_close(have, call(x[0], seed))
+    torch.testing.assert_close(vmap(lambda x: call(x, 7))(x)[2], call(x[0], 7))
+    gradient = grad(lambda x, seed: call(x, seed).sin().sum())
+    for have, seed in zip(vmap(gradient)(x, seeds), seeds):
+        torch.testing.assert_close(have, gradient(x[0], seed))
+
+
+def test_nested_and_in_chunks(backend, device):
+    x, w = torch.randn(3, 4, 5, 8, device=device), torch.randn(4, 8, device=device)
+
+    def norm(x, w):
+        return ff.layer_norm(x, 8, w)
+
+    want = torch.stack([torch.stack([norm(y, v) for y, v in zip(rows, w)]) for rows in x])
+    nested = vmap(vmap(norm, (1, 0), 1), (0, None), -1)
+    torch.testing.assert_close(nested(x.movedim(1, 2), w), want.movedim(1, 2).movedim(0, -1))
+    torch.testing.assert_close(vmap(vmap(norm), (0, None), chunk_size=2)(x, w), want)
+
+    def loss(w, x):
+        return norm(x, w).sin().sum()
+
+    have = vmap(vmap(grad(loss)), (None, 0), chunk_size=2)(w, x)
+    want = torch.stack([torch.stack([grad(loss)(v, y) for y, v in zip(rows, w)]) for rows in x])
+    torch.testing.assert_close(have, want)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_no_example_and_one(backend, device, n):
+    x, w = torch.randn(n, 2, 2, 5, 8, device=device), torch.randn(8, device=device)
+
+    def loss(w, x):
+        x = ff.layer_norm(x, 8, w)
+        return attend(x, dropout_p=0.5, dropout_seed=1).sin().sum() + attend(x).cos().sum()
+
+    assert vmap(attend)(x).shape == x.shape
+    assert vmap(lambda w: ff.layer_norm(x, 8, w))(w.expand(n, 8)).shape == (n, *x.shape)
+    want = torch.stack([grad(loss)(w, y) for y in x]) if n else x.new_empty(0, 8)
+    torch.testing.assert_close(vmap(grad(loss), (None, 0))(w, x), want)
+    summed = grad(lambda w: vmap(loss, (None, 0))(w, x).sum())(w)
+    torch.testing.assert_close(summed, want.sum(0))
+
+
+CALLS_OF_X = {
+    "attention": lambda x: attend(x.view(1, 1, 3, 4), is_causal=True),
+    "layer_norm": lambda x: ff.layer_norm(x, 4, x[0]),
+    "linear_cross_entropy": lambda x: ff.linear_cross_entropy(
+        x, x.sin(), torch.tensor([0, 2, 1], device=x.device)
+    ),
+    "swiglu": lambda x: ff.swiglu(x, torch.cat([x, x[:1]]), None, x[:, :2], None),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_OF_X)
+def test_jacobians_and_hessians(backend, device, name):
+    x = torch.randn(3, 4, dtype=torch.float64)
+
+    def loss(x):
+        return CALLS_OF_X[name](x).sin().sum()
+
+    with use_backend("reference"):
+        jacobian = torch.autograd.functional.jacobian(CALLS_OF_X[name], x)
+        second = torch.autograd.functional.hessian(loss, x)
+    kept = torch.float32 if device.type == "cuda" else torch.float64
+    x, bounds = x.to(device, kept), dict(rtol=1e-4, atol=1e-5)
+    for transform in (jacrev, jacfwd, lambda f: jacrev(f, chunk_size=2)):
+        have = transform(CALLS_OF_X[name])(x)
+        torch.testing.assert_close(have.cpu().double(), jacobian, **bounds)
+    for transform in (hessian, lambda f: jacrev(jacrev(f)), lambda f: jacrev(jacfwd(f))):
+        torch.testing.assert_close(transform(loss)(x).cpu().double(), second, **bounds)
+    pair = torch.stack([x, x.cos()])
+    want = torch.stack([hessian(loss)(y) for y in pair])
+    torch.testing.assert_close(vmap(hessian(loss))(pair), want, **bounds)
+
+
+def test_tangents(backend, device):
+    """Of dual numbers and of jvp, outside of vmap and within it."""
+    x, t = torch.randn(2, 3, 8, device=device)
+
+    def norm(x):
+        return ff.layer_norm(x, 8)
+
+    want = jvp(norm, (x,), (t,))[1]
+    with forward_ad.dual_level():
+        mapped = vmap(norm)(forward_ad.make_dual(x, t))
+        torch.testing.assert_close(forward_ad.unpack_dual(mapped).tangent, want)
+    torch.testing.assert_close(jvp(vmap(norm), (x,), (t,))[1], want)
+    torch.testing.assert_close(vmap(lambda x, t: jvp(norm, (x,), (t,))[1])(x, t), want)
+
+
+def test_batched_gradients_of_autograd(backend, device):
+    """torch.autograd.grad(is_grads_batched=True), also of a gradient that the forward has made."""
+    x = torch.randn(3, 5, device=device, requires_grad=True)
+    target, many = torch.tensor([0, 2, 1], device=device), torch.tensor([1.0, 2.0], device=device)
+    want = torch.autograd.grad(ff.cross_entropy(x, target), x)[0]
+    loss = ff.cross_entropy(x, target)
+    [have] = torch.autograd.grad(loss, x, many, is_grads_batched=True)
+    torch.testing.assert_close(have, torch.stack([want, 2 * want]))
+
+
+def models():
+    options = dict(N=1, d_model=16, d_ff=32, h=4, dropout=0.0)
+    more = dict(activation="swiglu", norm="rms", kv_heads=2, positions="rotary")
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return {
+        "make_decoder": ff.make_decoder(11, **options),
+        "make_decoder of Llama's kind": ff.make_decoder(11, **options, **more),
+        "make_model": ff.make_model(11, 11, **options),
+        "nn.TransformerEncoder": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+    }
+
+
+def loss_of(name):
+    """A function of (model, tokens) for one example [S]."""
+    target = torch.tensor([[1, 4, 2, 3]])
+
+    def loss(model, tokens):
+        if name == "nn.TransformerEncoder":
+            x = torch.sin(torch.arange(16.0, dtype=torch.float64) * tokens[:, None])
+            return model(x[None]).sin().sum()
+        x = tokens[None]
+        if name == "make_model":
+            out = model(x, x, None, ff.subsequent_mask(x.shape[-1]))
+        else:
+            out = model(x)
+        return ff.cross_entropy(out[..., :11], target) + out.sin().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("name", list(models()))
+def test_gradients_of_each_example(backend, name):
+    model, loss, tokens = models()[name].double(), loss_of(name), torch.randint(1, 11, (3, 4))
+    if name.startswith("nn."):
+        ff.accelerate(model)
+    parameters = {k: x.detach() for k, x in model.named_parameters()}
+
+    def of(parameters, tokens):
+        return loss(lambda *x: functional_call(model, parameters, x), tokens)
+
+    found = vmap(grad(of), (None, 0))(parameters, tokens)
+    for i, row in enumerate(tokens):
+        model.zero_grad()
+        loss(model, row).backward()
+        for k, x in model.named_parameters():
+            want = torch.zeros_like(x) if x.grad is None else x.grad
+            torch.testing.assert_close(found[k][i], want, rtol=1e-5, atol=1e-7, msg=k)
+
+
+@pytest.mark.parametrize("name", ["make_decoder", "make_decoder of Llama's kind"])
+def test_an_ensemble_learns_as_its_models(backend, name):
+    """Three models by stack_module_state, with dropout of a seed of torch for all of them."""
+    alone, loss = [models()[name].double() for _ in range(3)], loss_of(name)
+    stacked, buffers = stack_module_state([copy.deepcopy(model) for model in alone])
+    separate = [torch.optim.SGD(model.parameters(), 0.1) for model in alone]
+    together = torch.optim.SGD(stacked.values(), 0.1)
+
+    def of(parameters, buffers, tokens):
+        return loss(lambda *x: functional_call(alone[0], (parameters, buffers), x), tokens)
+
+    for tokens in torch.randint(1, 11, (3, 4)):
+        losses = vmap(of, (0, 0, None))(stacked, buffers, tokens)
+        together.zero_grad()
+        losses.sum().backward()
+        together.step()
+        for model, optimizer, want in zip(alone, separate, losses, strict=True):
+            optimizer.zero_grad()
+            have = loss(model, tokens)
+            have.backward()
+            optimizer.step()
+            torch.testing.assert_close(have, want)
+    for i, model in enumerate(alone):
+        for k, x in model.named_parameters():
+            torch.testing.assert_close(stacked[k][i], x, msg=k)
+
+
+def test_what_cannot_be_mapped_is_refused(backend, device):
+    """With a sentence: gradients that no op has, caches, decoding, block masks."""
+    x, slopes = torch.randn(3, 2, 2, 5, 8, device=device), torch.rand(2, device=device)
+
+    def sloped(slopes, x):
+        return attend(x, alibi_slopes=slopes).sum()
+
+    for call in (
+        vmap(grad(sloped), (None, 0)),
+        grad(lambda s, x: vmap(sloped, (None, 0))(s, x).sum()),
+    ):
+        with pytest.raises(RuntimeError, match="alibi_slopes requires a gradient"):
+            call(slopes, x)
+
+    def append(x):
+        ff.KVCache(2, 2, 5, 8, device=device).append(x, x)
+
+    with pytest.raises(RuntimeError, match="vmap cannot map the entries of a cache"):
+        vmap(append)(x)
+    model = ff.make_decoder(11, N=1, d_model=16, d_ff=32, h=2).eval().to(device)
+    with pytest.raises(RuntimeError, match="vmap cannot map decoding"):
+        vmap(lambda x: ff.greedy_decode(model, x, None, max_len=7))(torch.ones(3, 1, 4).long())
+    block = ff.block_mask(torch.rand(3, 1, 5, 5, device=device) < 0.7)
+    block.bits = block.bits[:3]  # as many slots as sequences, which vmap takes for examples
+    with pytest.raises(ValueError, match=r"BlockMask that torch\.vmap maps"):
+        vmap(lambda x, mask: attend(x, attn_mask=mask))(x, block)
+
+
+def test_compiled(backend, device):
+    """torch.compile traces transforms of torch.func with the formulas; with the backend triton, it
+    leaves the call to Python, or with fullgraph=True raises an error.
+    """
+    x, w = torch.randn(3, 2, 8, device=device), torch.randn(8, device=device)
+
+    def loss(w, x):
+        return ff.layer_norm(x, 8, w).sin().sum()
+
+    functions = {
+        "sum": grad(lambda w, x: vmap(loss, (None, 0))(w, x).sum()),
+        "each": vmap(grad(loss), (None, 0)),
+        "plain": grad(loss),
+    }
+    for name, function in functions.items():
+        torch._dynamo.reset()
+        have = torch.compile(lambda w, x: functions[name](w, x), backend="aot_eager")(w, x)  # noqa: B023
+        torch.testing.assert_close(have, function(w, x), msg=name)
+    if backend == "triton":
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(functions["sum"], backend="aot_eager", fullgraph=True)(w, x)

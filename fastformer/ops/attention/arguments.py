@@ -119,8 +119,8 @@ def checked_blocks(mask: BlockMask, query: Tensor, scores: Scores) -> Blocks:
     """Return the tensors of a block mask of the scores."""
     if mask.spans.dim() != 4:
         raise ValueError(
-            "attn_mask is a BlockMask that torch.vmap maps; expected one that all examples share, or "
-            "a boolean tensor"
+            "attn_mask is a BlockMask that torch.vmap maps; expected one that all examples share, "
+            "or a boolean tensor"
         )
     if mask.device != query.device:
         raise ValueError(

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from fastformer.description import Attention, beyond_torch
 from fastformer.dispatch.state import state
-from fastformer.eager import eager, gradients_through, may_read
+from fastformer.eager import eager, gradients_through, may_read, transformed
 from fastformer.ops.attention.masks import LEAST, NO_TERMS, finite, is_causal_as_torch
 
 
@@ -25,6 +25,8 @@ def torch_computes(query: Tensor, value: Tensor, attention: Attention, others: l
     others: the options that `options_beyond` returns.
     """
     if not query.is_cpu or query.dtype is torch.float64 or state.by_formula:
+        return False
+    if transformed():  # torch's fused op on a CPU has no rule for vmap, and no second derivative
         return False
     if others and not NO_TERMS.isdisjoint(others):
         return False

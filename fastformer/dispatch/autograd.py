@@ -215,15 +215,16 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pair, tensors = _pairs[ctx.op], iter(ctx.saved_tensors)
-        args = [next(tensors) if c is None else c[0] for c in ctx.constants]
-        again, needed = torch.is_grad_enabled(), ctx.needs_input_grad[1:]
+        *args, needs = [next(tensors) if c is None else c[0] for c in ctx.constants]
+        again, needed = torch.is_grad_enabled(), ctx.needs_input_grad[1:-1]
         with torch.enable_grad():
             inputs = [differentiable(x) if need else None for x, need in zip(args, needed)]
-            *values, needs = [x if y is None else y for x, y in zip(args, inputs)]
+            values = [x if y is None else y for x, y in zip(args, inputs)]
             incoming, saved = values[: pair.n_outputs], values[pair.n_outputs :]
             outputs = _through_reference(pair, saved, incoming, needs)
-        used = [(x, g) for x, g in zip(outputs, grads) if x is not None]
-        return None, *gradients_through(*zip(*used), inputs, create_graph=again)
+        made = [(x, g) for x, g in zip(outputs, grads) if x is not None]
+        given = [x for x, _ in made], [g for _, g in made]
+        return None, *gradients_through(*given, inputs, create_graph=again), None
 
 
 def _shapes(outputs: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:

@@ -66,6 +66,14 @@ def wrapped_in(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
+def batched(*tensors: Tensor | None) -> bool:
+    """Return whether one of the tensors is several at once: by vmap, or by is_grads_batched of
+    torch.autograd.grad.
+    """
+    given = [x for x in tensors if x is not None]
+    return transformed() or any(map(torch._C._functorch.is_legacy_batchedtensor, given))
+
+
 def refuse_vmap(what: str, *tensors: Tensor) -> None:
     """Raise a RuntimeError if torch.vmap maps one of the tensors. what: what cannot be mapped."""
     for x in tensors if not torch.compiler.is_compiling() and transformed() else ():

@@ -47,6 +47,7 @@ from fastformer.dispatch.operation import Operation
 from fastformer.dispatch.state import is_transformed, unwatched_backend, use_formula
 from fastformer.dispatch.vmap import Call
 from fastformer.eager import (
+    batched,
     differentiable,
     gradients_through,
     requires_gradient,
@@ -244,17 +245,12 @@ def _gradients(
         results: Sequence[Tensor | None] = _through_reference(pair, saved, incoming, needs)
     elif torch.is_grad_enabled() or transformed():
         results = _Backward.apply(pair.op, *incoming, *saved, needs)
-    elif _is_made(ahead) and not _is_retained() and not any(map(_is_batched, incoming)):
+    elif _is_made(ahead) and not _is_retained() and not batched(*incoming):
         pair.in_place(*incoming, *saved, ahead)
         results = (ahead,)
     else:
         results = _as_tuple(pair.backward(*incoming, *saved, needs))
     return [result if need else None for result, need in zip(results, needs, strict=True)]
-
-
-def _is_batched(x: Tensor | None) -> bool:
-    """Return whether torch.autograd.grad makes several backwards at once, by is_grads_batched."""
-    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def _is_made(ahead: Tensor | None) -> bool:

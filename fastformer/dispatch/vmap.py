@@ -7,7 +7,7 @@ each example, and its outputs are stacked,
     if another tensor is mapped, such as a weight;
     in a backward, if a gradient is a sum over rows or sequences: that of a weight or of a bias that
         sequences share is one for each example;
-    with dropout: the mask depends on the place of a row, and a seed is that of each example;
+    with dropout: the mask depends on the place of a row, and is that of a call for one example;
     if a loss is reduced.
 """
 
@@ -35,7 +35,7 @@ class Call:
         self.n, tensors = n, [k for k, x in arguments.items() if isinstance(x, Tensor)]
         mapped = {k: d for k, d in zip(arguments, dims) if k in tensors and d is not None}
         moved = {k: arguments[k].movedim(d, 0) for k, d in mapped.items()}
-        # Lengths, offsets, seeds and sinks [n] have to be contiguous in each example.
+        # Vectors, such as lengths, have to be contiguous in each example.
         self.mapped = {k: x.contiguous() if x.dim() == 2 else x for k, x in moved.items()}
         self.arguments = {**arguments, **self.mapped}
         # The tensors with rows or sequences, and the number of their dimensions; see `Operation`.
@@ -76,7 +76,9 @@ class Call:
         return self.arguments[name].shape[name in self.mapped :]
 
     def _is_left_out(self, name: str) -> bool:
-        """Return whether a tensor has no elements because the call does not need it."""
+        """Return whether an output of the forward has no elements because the call needs none, as
+        the statistics of attention without a bias.
+        """
         return self.folded[name] > 1 and self._shape(name) == (0,)
 
     def _fold(self, name: str) -> Tensor:
@@ -97,12 +99,9 @@ class Call:
 
     def _unfold(self, name: str, x: Tensor) -> tuple[Tensor, int | None]:
         """Return an output of all examples, and its dimension of examples."""
-        n_dims = self.batched.get(name)
-        if n_dims == 0 and x.shape[:1] == (self.n,):
-            return x, 0
-        if n_dims and x.dim() == n_dims:
-            return x.unflatten(0, (self.n, -1)), 0
-        return x, None  # without elements, or of no use
+        if name not in self.batched or x.shape == (0,):  # not needed, or left out
+            return x, None
+        return (x if self.batched[name] == 0 else x.unflatten(0, (self.n, -1))), 0
 
     def _by_example(self, op: Callable[..., Outputs]) -> Outputs:
         """Return the outputs of one call for each example, stacked."""

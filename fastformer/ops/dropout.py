@@ -228,9 +228,8 @@ _define("dropped_rows", _MATRIX, _dropped_rows, 2)
 
 def without(drop: Tensor, x: Tensor) -> Tensor:
     """Return x, and 0 where `drop` removes an element, whatever it was."""
-    if (
-        x.is_cpu and eager(x) and may_read(x)
-    ):  # there a product takes a fifth of the time of masked_fill
+    # On a CPU a product takes a fifth of the time of masked_fill.
+    if x.is_cpu and eager(x) and may_read(x):
         kept = x * drop.logical_not().view(torch.uint8).to(x.dtype).view(x.shape)
         if math.isfinite(kept.detach().sum()):  # no 0 * NaN
             return kept

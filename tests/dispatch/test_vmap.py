@@ -218,6 +218,8 @@ def test_no_example_and_one(backend, device, n):
         return attend(x, dropout_p=0.5, dropout_seed=1).sin().sum() + attend(x).cos().sum()
 
     assert vmap(attend)(x).shape == x.shape
+    rows, labels = x[:, 0, 0], x.new_zeros(n, 5).long()
+    assert vmap(lambda x, y: ff.cross_entropy(x, y, "none"))(rows, labels).shape == labels.shape
     assert vmap(lambda w: ff.layer_norm(x, 8, w))(w.expand(n, 8)).shape == (n, *x.shape)
     want = torch.stack([grad(loss)(w, y) for y in x]) if n else x.new_empty(0, 8)
     torch.testing.assert_close(vmap(grad(loss), (None, 0))(w, x), want)
@@ -271,14 +273,28 @@ def test_tangents(backend, device):
     torch.testing.assert_close(vmap(lambda x, t: jvp(norm, (x,), (t,))[1])(x, t), want)
 
 
-def test_batched_gradients_of_autograd(backend, device):
-    """torch.autograd.grad(is_grads_batched=True), also of a gradient that the forward has made."""
-    x = torch.randn(3, 5, device=device, requires_grad=True)
-    target, many = torch.tensor([0, 2, 1], device=device), torch.tensor([1.0, 2.0], device=device)
-    want = torch.autograd.grad(ff.cross_entropy(x, target), x)[0]
-    loss = ff.cross_entropy(x, target)
-    [have] = torch.autograd.grad(loss, x, many, is_grads_batched=True)
-    torch.testing.assert_close(have, torch.stack([want, 2 * want]))
+def test_several_backwards_at_once(backend, device):
+    """Of one forward outside of vmap: by is_grads_batched, and by vmap. Its loss has made a
+    gradient ahead, or its reference computes chunk by chunk.
+    """
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    labels = torch.tensor([0, 2, 1], device=device)
+    block = ff.block_mask(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]], device=device) > 0)
+    calls = (
+        lambda: ff.cross_entropy(x, labels),
+        lambda: ff.linear_cross_entropy(x, x.detach(), labels, return_entropy=True)[1],
+        lambda: ff.linear_kl_div(x, x.detach(), x.detach().sin(), x.detach().cos()),
+        lambda: attend(x.view(1, 1, 3, 8), attn_mask=block),
+    )
+    for call in calls:
+        out = call()
+        many = torch.randn(2, *out.shape, device=device)
+        want = torch.stack([torch.autograd.grad(call(), x, one)[0] for one in many])
+        [have] = torch.autograd.grad(out, x, many, is_grads_batched=True)
+        torch.testing.assert_close(have, want)
+        out = call()
+        have = vmap(lambda one: torch.autograd.grad(out, x, one, retain_graph=True)[0])(many)  # noqa: B023
+        torch.testing.assert_close(have, want)
 
 
 def widest(device):

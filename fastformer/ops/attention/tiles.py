@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from fastformer.description import Attention
 from fastformer.dispatch.state import state, use_formula
-from fastformer.eager import eager, gradients_through, may_read
+from fastformer.eager import batched, eager, gradients_through, may_read
 from fastformer.mask_tiles import COLUMNS, ROWS, UNSEEN, tile_elements, tile_slots
 from fastformer.ops.attention.masks import (
     added_to_scores,
@@ -171,12 +171,13 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor, grad_log: Tensor) -> tuple[Any, ...]:
         call, inputs, needs = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1:]
         query, key, _, bias, _ = inputs
-        if torch.is_grad_enabled():  # to be differentiated again, by the formula
-            views = [None if x is None else x.view_as(x) for x in inputs]
+        again = torch.is_grad_enabled()
+        if again or batched(grad, grad_log):  # by the formula, also to be differentiated again
             dense = call.attention.with_dense_mask(query.shape[2], key.shape[2])
-            with use_formula():
+            with use_formula(), torch.enable_grad():
+                views = [None if x is None else x.view_as(x) for x in inputs]
                 found = call.on(views, dense)
-            return None, *gradients_through((found[0], *found[2:]), (grad, grad_log), views)
+            return None, *gradients_through((found[0], *found[2:]), (grad, grad_log), views, again)
         grads: list[Any] = [torch.zeros_like(x) if need else None for x, need in zip(inputs, needs)]
         for block in _blocks(call, query, key, bias):
             leaves = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.dispatch.state import state
-from fastformer.eager import eager, gradients_through, transformed
+from fastformer.eager import batched, eager, gradients_through, transformed
 
 _HELD = 1 << 24  # logits that `_ChunkedLoss` holds at a time
 
@@ -32,7 +32,8 @@ def cross_entropy(
     return_argmax: bool = False,
 ) -> Any:
     v = logits.shape[-1]
-    x, flat = logits.reshape(-1, v), target.reshape(-1)
+    flat = target.flatten()
+    x = logits.reshape(len(flat), v)
     x = formed(x if x.dtype == torch.float64 else x.float(), softcap, temperature)
     weight = None if weight is None else weight.to(x.dtype)
     by_torch = smoothing == "uniform" and label_smoothing <= 1
@@ -210,11 +211,13 @@ class _ChunkedLoss(torch.autograd.Function):
         input, weight, bias, *others = ctx.saved_tensors
         needs, unused = ctx.needs_input_grad[:3], [None] * (1 + len(others))
         grads = _floating(grads)
-        if torch.is_grad_enabled():
-            x, w = input.view_as(input), weight.view_as(weight)
-            b = None if bias is None else bias.view_as(bias)
-            rows = _as_tuple(ctx.rows_of(F.linear(x, w, b), *others))
-            return *gradients_through(rows, grads, (x, w, b)), *unused
+        again = torch.is_grad_enabled()
+        if again or batched(*grads):
+            with torch.enable_grad():
+                x, w = input.view_as(input), weight.view_as(weight)
+                b = None if bias is None else bias.view_as(bias)
+                rows = _as_tuple(ctx.rows_of(F.linear(x, w, b), *others))
+            return *gradients_through(rows, grads, (x, w, b), again), *unused
         # In float16 the gradients of a mean would underflow: the largest row has the factor 1.
         half, wide = grads[0].numel() and input.dtype == torch.float16, grads[0].dtype
         unit = torch.stack(grads).abs().amax().nan_to_num(1.0).clamp(min=1e-30) if half else None

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 import fastformer as ff
 from fastformer import use_backend
 
-CALLS, ALL, SLOW = 2, 10, 63  # of each op on each backend: in each run, with --all, with --slow
+CALLS, ALL, SLOW = 1, 10, 63  # of each op on each backend: in each run, with --all, with --slow
 BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}  # of roundings; 16 bits: 2e-2
 
 
@@ -123,6 +123,7 @@ def check(case, draw):
         pytest.param(SLOW, marks=pytest.mark.with_slow),
     ],
 )
+@pytest.mark.all_cases
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
 @pytest.mark.filterwarnings("error:There is a performance drop.*fastformer")
 @pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:invalid value:RuntimeWarning")
@@ -160,6 +161,36 @@ def test_examples_are_one_launch(work):
         assert work(lambda: vmap(norm)(x, w.expand(3, 8))).launches == 3
         of_one = work(lambda: grad(lambda x: attend(x).sum())(x[0])).launches
         assert work(lambda: vmap(grad(lambda x: attend(x).sum()))(x)).launches == of_one
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("name", ["attn_mask", "bias", "key_lengths", "alibi_slopes", "sinks"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_options_of_attention(backend, device, name, mapped):
+    """Of one sequence and of two an example, mapped at the last dimension or shared by all."""
+    for batch in (1, 2):
+        shapes = {
+            "attn_mask": [(5, 5), (batch, 1, 5, 5)],
+            "bias": [(5, 5), (batch, 1, 5, 5)],
+            "key_lengths": [(batch,)],
+            "alibi_slopes": [(2,), (batch, 2)],
+            "sinks": [(2,)],
+        }
+        x = torch.randn(2, batch, 2, 5, 8, device=device)
+        for shape in shapes[name]:
+            option = torch.rand(*shape, *[2] * mapped, device=device)
+            if name == "key_lengths":
+                option = (option * 5).long()
+            elif name == "attn_mask":
+                option = option < 0.8
+
+            def loss(x, option):
+                return attend(x, **{name: option}).sin().sum()
+
+            have = vmap(grad(loss), (0, -1 if mapped else None))(x, option)
+            each = option.movedim(-1, 0) if mapped else [option] * 2
+            want = torch.stack([grad(loss)(y, one) for y, one in zip(x, each)])
+            torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5, msg=str(shape))
 
 
 @pytest.mark.parametrize("op", ["attention", "feed_forward"])
@@ -209,6 +240,7 @@ def test_nested_and_in_chunks(backend, device):
     torch.testing.assert_close(have, want)
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("n", [0, 1])
 def test_no_example_and_one(backend, device, n):
     x, w = torch.randn(n, 2, 2, 5, 8, device=device), torch.randn(8, device=device)
@@ -258,6 +290,7 @@ def test_jacobians_and_hessians(backend, device, name):
     torch.testing.assert_close(vmap(hessian(loss))(pair), want, **bounds)
 
 
+@pytest.mark.all_cases
 def test_tangents(backend, device):
     """Of dual numbers and of jvp, outside of vmap and within it."""
     x, t = torch.randn(2, 3, 8, device=device)
@@ -273,6 +306,7 @@ def test_tangents(backend, device):
     torch.testing.assert_close(vmap(lambda x, t: jvp(norm, (x,), (t,))[1])(x, t), want)
 
 
+@pytest.mark.all_cases
 def test_several_backwards_at_once(backend, device):
     """Of one forward outside of vmap: by is_grads_batched, and by vmap. Its loss has made a
     gradient ahead, or its reference computes chunk by chunk.

@@ -103,8 +103,7 @@ class _Pair:
         forward may compute a gradient.
         """
         values, needs = pack(arguments), [False] * len(self.grads)
-        # The outer transforms of torch.func differentiate what an inner one does within no_grad().
-        if torch.is_grad_enabled() or transformed():
+        if torch.is_grad_enabled():
             inputs = [values[i] for i in self.grads]
             needs = [isinstance(x, Tensor) and requires_gradient(x) for x in inputs]
         if self.extra:
@@ -470,6 +469,8 @@ def apply(op: str, arguments: dict[str, Any]) -> Any:
         for i, x in enumerate(values):
             if isinstance(x, Tensor) and any(x is y for y in values[:i]):
                 values[i] = x.view_as(x)
+    if within and not torch.is_grad_enabled():  # a constant of the outer levels, too
+        values = [x.detach() if isinstance(x, Tensor) else x for x in values]
     if not any(needs) and not within:
         outputs = _as_tuple(pair.forward(*values))
     elif is_compiling or within:

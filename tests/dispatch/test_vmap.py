@@ -185,7 +185,9 @@ def test_options_of_attention(backend, device, name, mapped):
                 option = option < 0.8
 
             def loss(x, option):
-                return attend(x, **{name: option}).sin().sum()
+                dropout = dict(dropout_p=0.5, dropout_seed=1) if name == "key_lengths" else {}
+                out = attend(x, **{name: option}).sin() + attend(x, **{name: option}, **dropout)
+                return out.sum()
 
             have = vmap(grad(loss), (0, -1 if mapped else None))(x, option)
             each = option.movedim(-1, 0) if mapped else [option] * 2
@@ -215,6 +217,7 @@ def test_dropout(backend, device, op):
     seeds = torch.tensor([4, 5, 4], device=device)
     for have, seed in zip(vmap(call)(x, seeds), seeds):
         torch.testing.assert_close(have, call(x[0], seed))
+    torch.testing.assert_close(vmap(call, (None, 0))(x[0], seeds), vmap(call)(x, seeds))
     torch.testing.assert_close(vmap(lambda x: call(x, 7))(x)[2], call(x[0], 7))
     gradient = grad(lambda x, seed: call(x, seed).sin().sum())
     for have, seed in zip(vmap(gradient)(x, seeds), seeds):
@@ -307,6 +310,26 @@ def test_tangents(backend, device):
 
 
 @pytest.mark.all_cases
+def test_no_grad_within_a_transform(backend, device):
+    """What is computed there is a constant of all transforms, as of torch's own functions."""
+    x, w = torch.randn(3, 4, 8, device=device), torch.randn(5, 8, device=device)
+    labels = torch.tensor([0, 2, 1, 3], device=device)
+    losses = lambda x, w: ff.linear_cross_entropy(x, w, labels), lambda x, w: (x @ w.t()).sum()
+
+    for loss in losses:
+
+        @torch.no_grad()
+        def constant(x, w):
+            return loss(x, w)  # noqa: B023
+
+        mapped = grad(lambda w: (vmap(constant, (0, None))(x, w) * w.sum()).sum())(w)
+        torch.testing.assert_close(mapped, sum(map(constant, x, [w] * 3)).expand_as(w))
+        nested = grad(lambda w: grad(lambda y: y * constant(x[0], w))(w.sum()))(w)
+        assert not nested.any()
+
+
+@pytest.mark.all_cases
+@pytest.mark.filterwarnings("error:There is a performance drop.*fastformer")
 def test_several_backwards_at_once(backend, device):
     """Of one forward outside of vmap: by is_grads_batched, and by vmap. Its loss has made a
     gradient ahead, or its reference computes chunk by chunk.
@@ -361,7 +384,7 @@ def loss_of(name, device):
             out = model(x, x, None, ff.subsequent_mask(x.shape[-1]).to(device))
         else:
             out = model(x)
-        return ff.cross_entropy(out[..., :11], target) + out.sin().mean()
+        return ff.cross_entropy(out[..., :11], target, label_smoothing=0.1) + out.sin().mean()
 
     return loss
 

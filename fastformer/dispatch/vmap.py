@@ -34,9 +34,7 @@ class Call:
     ) -> None:
         self.n, tensors = n, [k for k, x in arguments.items() if isinstance(x, Tensor)]
         mapped = {k: d for k, d in zip(arguments, dims) if k in tensors and d is not None}
-        moved = {k: arguments[k].movedim(d, 0) for k, d in mapped.items()}
-        # Vectors, such as lengths, have to be contiguous in each example.
-        self.mapped = {k: x.contiguous() if x.dim() == 2 else x for k, x in moved.items()}
+        self.mapped = {k: arguments[k].movedim(d, 0) for k, d in mapped.items()}
         self.arguments = {**arguments, **self.mapped}
         # The tensors with rows or sequences, and the number of their dimensions; see `Operation`.
         names = [name.removeprefix("grad_") for name in tensors]

@@ -273,6 +273,18 @@ def test_double_backward(device, name):
             assert want.norm() > 0 or small, some
 
 
+def test_third_derivative(device):
+    q = torch.randn(1, 1, 3, 4, device=device, requires_grad=True)
+    found = []
+    for backend in ("reference", "triton"):
+        with use_backend(backend), use_formula():
+            x = ff.scaled_dot_product_attention(q, q, q) * ff.layer_norm(q, 4)
+            for _ in range(3):
+                [x] = torch.autograd.grad(x.sin().sum(), q, create_graph=True)
+        found.append(x)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.all_cases
 @pytest.mark.parametrize("name", SMALL)
 def test_vjp(device, backend, name):

@@ -450,7 +450,7 @@ def test_what_cannot_be_mapped_is_refused(backend, device):
 
     for call in (
         vmap(grad(sloped), (None, 0)),
-        grad(lambda s, x: vmap(sloped, (None, 0))(s, x).sum()),
+        grad(lambda slopes, x: vmap(sloped)(slopes.expand(3, 2), x).sum()),
     ):
         with pytest.raises(RuntimeError, match="alibi_slopes requires a gradient"):
             call(slopes, x)

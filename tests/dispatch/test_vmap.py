@@ -254,15 +254,35 @@ def test_no_example_and_one(backend, device, n):
 
     assert vmap(attend)(x).shape == x.shape
     rows, labels = x[:, 0, 0], x.new_zeros(n, 5).long()
-    for smoothing in (0.0, 0.1):
-        options = dict(reduction="none", label_smoothing=smoothing)
-        have = vmap(lambda x, y: ff.cross_entropy(x, y, **options))(rows, labels)  # noqa: B023
-        torch.testing.assert_close(have, ff.cross_entropy(rows, labels, **options))
+    assert vmap(lambda x, y: ff.cross_entropy(x, y, "none"))(rows, labels).shape == labels.shape
     assert vmap(lambda w: ff.layer_norm(x, 8, w))(w.expand(n, 8)).shape == (n, *x.shape)
     want = torch.stack([grad(loss)(w, y) for y in x]) if n else x.new_empty(0, 8)
     torch.testing.assert_close(vmap(grad(loss), (None, 0))(w, x), want)
     summed = grad(lambda w: vmap(loss, (None, 0))(w, x).sum())(w)
     torch.testing.assert_close(summed, want.sum(0))
+
+
+@pytest.mark.all_cases
+def test_where_torch_has_no_right_rule(backend, device):
+    """The gradient of a padding of mapped weights, and smoothed labels beside shared logits."""
+    tokens, weights = (
+        torch.tensor([[0, 1, 2]] * 2, device=device),
+        torch.randn(2, 3, 8, device=device),
+    )
+
+    def padded(weight, tokens):
+        return ff.embed(tokens, weight, None, padding_idx=0).sin().sum()
+
+    have = grad(lambda weights: vmap(padded)(weights, tokens).sum())(weights)
+    want = torch.stack([grad(padded)(w, row) for w, row in zip(weights, tokens)])
+    torch.testing.assert_close(have, want)
+    assert not have[:, 0].any() and have[:, 1:].all()
+    logits, labels = torch.randn(3, 8, device=device), tokens
+
+    def smoothed(labels):
+        return ff.cross_entropy(logits, labels, label_smoothing=0.1)
+
+    torch.testing.assert_close(vmap(smoothed)(labels), torch.stack([*map(smoothed, labels)]))
 
 
 CALLS_OF_X = {

@@ -37,7 +37,7 @@ def cross_entropy(
     x = formed(x if x.dtype == torch.float64 else x.float(), softcap, temperature)
     weight = None if weight is None else weight.to(x.dtype)
     by_torch = smoothing == "uniform" and label_smoothing <= 1
-    if by_torch and not (transformed() and (label_smoothing or weight is not None)):  # vmap fails
+    if by_torch and not (transformed() and label_smoothing):  # vmap fails
         labels = ignore_index, None, reduction, label_smoothing
         loss = F.cross_entropy(x, flat, weight, None, *labels)
         loss = loss.view(target.shape) if reduction == "none" else loss

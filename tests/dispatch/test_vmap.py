@@ -489,6 +489,7 @@ def test_what_cannot_be_mapped_is_refused(backend, device):
         vmap(lambda x, mask: attend(x, attn_mask=mask))(x, block)
 
 
+@pytest.mark.all_cases
 def test_compiled(backend, device):
     """torch.compile traces transforms of torch.func with the formulas; with the backend triton, it
     leaves the call to Python, or with fullgraph=True raises an error.

@@ -255,7 +255,9 @@ def test_no_example_and_one(backend, device, n):
 
     assert vmap(attend)(x).shape == x.shape
     rows, labels = x[:, 0, 0], x.new_zeros(n, 5).long()
-    assert vmap(lambda x, y: ff.cross_entropy(x, y, "none"))(rows, labels).shape == labels.shape
+    for weight in (None, w.exp()):
+        have = vmap(lambda x, y: ff.cross_entropy(x, y, "none", weight=weight))(rows, labels)  # noqa: B023
+        torch.testing.assert_close(have, ff.cross_entropy(rows, labels, "none", weight=weight))
     assert vmap(lambda w: ff.layer_norm(x, 8, w))(w.expand(n, 8)).shape == (n, *x.shape)
     want = torch.stack([grad(loss)(w, y) for y in x]) if n else x.new_empty(0, 8)
     torch.testing.assert_close(vmap(grad(loss), (None, 0))(w, x), want)

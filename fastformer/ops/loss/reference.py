@@ -33,7 +33,7 @@ def cross_entropy(
 ) -> Any:
     v = logits.shape[-1]
     flat = target.flatten()
-    x = logits.reshape(len(flat), v)
+    x = logits.reshape(flat.shape[0], v)
     x = formed(x if x.dtype == torch.float64 else x.float(), softcap, temperature)
     weight = None if weight is None else weight.to(x.dtype)
     by_torch = smoothing == "uniform" and label_smoothing <= 1

@@ -18,7 +18,9 @@ from fastformer import use_backend
 from fastformer.dispatch import backends
 
 CALLS, ALL, SLOW = 1, 10, 63  # of each op on each backend: in each run, with --all, with --slow
-BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}  # of roundings; 16 bits: 2e-2
+# Of roundings, between two results. In bfloat16 each may be 1.5% off float64: a gradient of
+# `linear_kl_div`, in which the probabilities of the teacher and of the student cancel.
+BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
 def varied(draw, name, x, n):
@@ -76,7 +78,7 @@ def close(what, have, want, dtype):
     have, want = have.double(), want.double()
     assert torch.equal(have.isfinite(), want.isfinite()), what
     have, want = (x.nan_to_num(0.0, 0.0, 0.0) for x in (have, want))
-    bound = BOUNDS.get(dtype, 2e-2) * (want.norm() + 1e-3)
+    bound = BOUNDS[dtype] * (want.norm() + 1e-3)
     assert (have - want).norm() <= bound, (
         f"{what}: off by {(have - want).norm():.1e} of {bound:.1e}"
     )

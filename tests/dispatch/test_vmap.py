@@ -18,9 +18,7 @@ from fastformer import use_backend
 from fastformer.dispatch import backends
 
 CALLS, ALL, SLOW = 1, 10, 63  # of each op on each backend: in each run, with --all, with --slow
-# Of roundings, between two results. In bfloat16 each may be 1.5% off float64: a gradient of
-# `linear_kl_div`, in which the probabilities of the teacher and of the student cancel.
-BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}  # of roundings; 16 bits: 2e-2
 
 
 def varied(draw, name, x, n):
@@ -73,23 +71,35 @@ def mapped_call(case, draw, n):
     return call, tuple(in_dims), inputs, places, list(zip(*columns))
 
 
-def close(what, have, want, dtype):
+def close(what, have, want, dtype, exact):
+    """have: by vmap. want: by a loop. exact: in 16 bits by a loop in float64, of which `have` may be
+    off by the bound, or by twice what `want` is off; else `want`.
+    """
     assert (have.shape, have.dtype) == (want.shape, want.dtype), what
-    have, want = have.double(), want.double()
+    tensors = have.double(), want.double(), exact.double()
     assert torch.equal(have.isfinite(), want.isfinite()), what
-    have, want = (x.nan_to_num(0.0, 0.0, 0.0) for x in (have, want))
-    bound = BOUNDS[dtype] * (want.norm() + 1e-3)
-    assert (have - want).norm() <= bound, (
-        f"{what}: off by {(have - want).norm():.1e} of {bound:.1e}"
-    )
+    have, want, exact = (x.nan_to_num(0.0, 0.0, 0.0) for x in tensors)
+    bound = BOUNDS.get(dtype, 2e-2) * (want.norm() + 1e-3)
+    error, allowed = (have - exact).norm(), max(bound, 2 * (want - exact).norm())
+    assert error <= allowed, f"{what}: off by {error:.1e} of {allowed:.1e}"
 
 
 def check(case, draw):
     """Outputs, the gradients of each example, and those of the sum over the examples."""
     call, in_dims, inputs, wanted, examples = mapped_call(case, draw, draw.one(1, 2, 3))
     outputs = [call(*example) for example in examples]
-    for k, (have, *want) in enumerate(zip(vmap(call, in_dims)(*inputs), *outputs, strict=True)):
-        close(f"output {k}", have, torch.stack(want), draw.dtype)
+
+    def exactly(function):
+        """The results of each example in float64, by the reference."""
+        wide = [[x.double() if x.is_floating_point() else x for x in row] for row in examples]
+        with use_backend("reference"):
+            return [torch.stack(x) for x in zip(*map(function, wide), strict=True)]
+
+    wants = [torch.stack(x) for x in zip(*outputs)]
+    exacts = wants if draw.dtype in BOUNDS else exactly(lambda example: call(*example))
+    mapped = vmap(call, in_dims)(*inputs)
+    for k, (have, want, exact) in enumerate(zip(mapped, wants, exacts, strict=True)):
+        close(f"output {k}", have, want, draw.dtype, exact)
     weights = [draw.normal(*x.shape, dtype=torch.float64) for x in outputs[0]]
 
     def loss(*given):
@@ -110,12 +120,16 @@ def check(case, draw):
     columns = [torch.stack(x) for x in zip(*[gradients(loss, example) for example in examples])]
     each = vmap(grad(loss, tuple(wanted)), in_dims)(*inputs)
     found = gradients(total, inputs), grad(total, tuple(wanted))(*inputs)
-    for i, want, have, *others in zip(wanted, columns, each, *found, strict=True):
-        close(f"gradient {i} of each example", have, want, draw.dtype)
+    exacts = columns if draw.dtype in BOUNDS else exactly(lambda x: gradients(loss, x))
+    for i, want, exact, have, *others in zip(wanted, columns, exacts, each, *found, strict=True):
+        close(f"gradient {i} of each example", have, want, draw.dtype, exact)
         dim = in_dims[i]
-        of_sum = want.double().sum(0).to(want.dtype) if dim is None else want.movedim(0, dim)
+        want, exact = (
+            x.double().sum(0).to(x.dtype) if dim is None else x.movedim(0, dim)
+            for x in (want, exact)
+        )
         for have in others:
-            close(f"gradient {i}", have, of_sum, draw.dtype)
+            close(f"gradient {i}", have, want, draw.dtype, exact)
 
 
 @pytest.mark.parametrize(

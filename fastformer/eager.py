@@ -51,8 +51,8 @@ def differentiable(x: Tensor) -> Tensor:
 
 
 def requires_gradient(x: Tensor) -> bool:
-    """Return whether x requires a gradient, also at an outer level of torch.func: what vmap wraps
-    does not say so itself.
+    """Return whether x requires a gradient, also at an outer level of torch.func. What vmap wraps
+    has requires_grad=False even if the tensor in it requires a gradient.
     """
     if torch.compiler.is_compiling() or x.requires_grad:
         return x.requires_grad
@@ -60,15 +60,17 @@ def requires_gradient(x: Tensor) -> bool:
 
 
 def wrapped_in(x: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that the transforms of torch.func have wrapped in x, the innermost last."""
+    """Yield the tensors inside of x that the transforms of torch.func have wrapped, the innermost
+    last.
+    """
     while _is_wrapped(x):
         x = torch._C._functorch.get_unwrapped(x)
         yield x
 
 
 def batched(*tensors: Tensor | None) -> bool:
-    """Return whether one of the tensors is several at once: by vmap, or by is_grads_batched of
-    torch.autograd.grad.
+    """Return whether the tensors may hold several at once: within any transform of torch.func, or
+    by is_grads_batched of torch.autograd.grad.
     """
     given = [x for x in tensors if x is not None]
     return transformed() or any(map(torch._C._functorch.is_legacy_batchedtensor, given))
@@ -76,7 +78,9 @@ def batched(*tensors: Tensor | None) -> bool:
 
 def refuse_vmap(what: str, *tensors: Tensor) -> None:
     """Raise a RuntimeError if torch.vmap maps one of the tensors. what: what cannot be mapped."""
-    for x in tensors if not torch.compiler.is_compiling() and transformed() else ():
+    if torch.compiler.is_compiling() or not transformed():
+        return
+    for x in tensors:
         if any(map(torch._C._functorch.is_batchedtensor, (x, *wrapped_in(x)))):
             raise RuntimeError(
                 f"torch.vmap cannot map {what}; expected a call outside of vmap, with the examples "
@@ -95,8 +99,8 @@ transformed.__dict__["_dynamo_marked_constant"] = True
 
 
 def eager(x: Tensor) -> bool:
-    """Return whether a call with x is computed now, for values: x is not traced or fake, and no
-    transform is active.
+    """Return whether a call with x runs at once on real values: x is not traced or fake, and no
+    transform of torch.func is active.
     """
     return _holds_values(x) and not transformed()
 

@@ -25,10 +25,12 @@ class Operation(NamedTuple):
     reference: the op in eager PyTorch, given checked arguments.
     rows: the arguments whose leading dimensions are the rows that the op computes one by one. They
         may be DTensors that are sharded over these dimensions; no argument of other ops may be one.
-    batched: the arguments and outputs that have rows or sequences, for torch.vmap, and how many
-        dimensions they have, of which the first one is that of the rows or sequences: 0 for any
-        number of leading dimensions, negative for arguments that all sequences may share. The op is
-        the same function of each row or sequence, but for dropout and reductions.
+    batched: for torch.vmap, the arguments and outputs that have rows or sequences, which the op
+        computes one by one, but for dropout and a reduction. The values are
+             d: exactly d dimensions, of which the first is that of the sequences or rows;
+             0: any number of leading dimensions of rows;
+            -d: up to d dimensions; the first may be missing or 1, for all sequences.
+        The gradients have the names of their tensors.
     by_torch: torch's own op, given checked arguments; `auto` runs it where it was measured to be
         faster. It needs the same results but for rounding, in the same memory layout.
     suits_torch: whether it computes a call, given its arguments.

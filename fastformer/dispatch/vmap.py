@@ -1,14 +1,14 @@
 """The rules of torch.vmap for the kernels: one call for all examples, or one for each of them.
 
-The examples become rows or sequences of one call, if the op computes rows or sequences one by one:
-the record of the op names the tensors that have them (`Operation.batched`). The op runs once for
-each example, and its outputs are stacked,
+One call serves all examples if the op computes rows or sequences one by one: the dimension of the
+examples is merged into that of the rows or sequences. `Operation.batched` names the tensors that
+have one. In any of these cases the op runs once for each example, and its outputs are stacked:
 
-    if another tensor is mapped, such as a weight;
-    in a backward, if a gradient is a sum over rows or sequences: that of a weight or of a bias that
-        sequences share is one for each example;
-    with dropout: the mask depends on the place of a row, and is that of a call for one example;
-    if a loss is reduced.
+    Another tensor is mapped, such as a weight.
+    A backward has to return the gradient of a weight, or of a bias that sequences may share. Each
+        example has a gradient of its own, and the kernel would sum over all of them.
+    There is dropout (`dropout_p`). The mask depends on the place of a row in the call.
+    A loss is reduced (`reduction`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Call:
         mapped = {k: d for k, d in zip(arguments, dims) if k in tensors and d is not None}
         self.mapped = {k: arguments[k].movedim(d, 0) for k, d in mapped.items()}
         self.arguments = {**arguments, **self.mapped}
-        # The tensors with rows or sequences, and the number of their dimensions; see `Operation`.
+        # The tensors that `_fold` merges, and their entry in `Operation.batched`.
         names = [name.removeprefix("grad_") for name in tensors]
         self.folded = {k: batched[name] for k, name in zip(tensors, names) if name in batched}
         self.batched = batched
@@ -44,8 +44,9 @@ class Call:
     def run(
         self, op: Callable[..., Outputs], results: Sequence[str], wanted: Sequence[str] = ()
     ) -> tuple[Outputs, tuple[int | None, ...]]:
-        """Return the outputs of the op, whose names are `results`, and their dimensions of
-        examples. wanted: the inputs whose gradients a backward is asked for.
+        """Return the outputs of the op, whose names are `results`, and their `out_dims`.
+
+        wanted: the inputs whose gradients a backward is asked for.
         """
         if not self._is_foldable(wanted):
             outputs = self._by_example(op)
@@ -93,18 +94,18 @@ class Call:
         x = x.view(self.n, *[1] * (abs(n_dims) - len(shape)), *shape)
         batch = next(self._shape(k)[0] for k, d in self.folded.items() if d > 0)
         x = x.expand(self.n, batch, *x.shape[2:]).flatten(0, 1)
-        return x.contiguous() if n_dims == 1 else x  # lengths
+        return x.contiguous() if n_dims == 1 else x  # kernels read vectors without a stride
 
     def _unfold(self, name: str, x: Tensor) -> tuple[Tensor, int | None]:
         """Return an output of all examples, and its dimension of examples."""
-        if name not in self.batched or x.shape == (0,):  # not needed, or left out
+        if name not in self.batched or x.shape == (0,):  # the call does not need it
             return x, None
         return (x if self.batched[name] == 0 else x.unflatten(0, (self.n, -1))), 0
 
     def _by_example(self, op: Callable[..., Outputs]) -> Outputs:
         """Return the outputs of one call for each example, stacked."""
         each = self.mapped
-        if self.n == 0:  # nobody gets the outputs of this example, only their shapes
+        if self.n == 0:  # one example of zeros, for the shapes of the outputs
             each = {k: x.new_zeros(1, *x.shape[1:]) for k, x in each.items()}
         rows = zip(*[x.unbind(0) for x in each.values()])
         outputs = [op(*{**self.arguments, **dict(zip(each, row))}.values()) for row in rows]

@@ -72,8 +72,8 @@ def mapped_call(case, draw, n):
 
 
 def close(what, have, want, dtype, exact):
-    """have: by vmap. want: by a loop. exact: in 16 bits by a loop in float64, of which `have` may be
-    off by the bound, or by twice what `want` is off; else `want`.
+    """have: by vmap. want: by a loop. exact: in 16 bits by a loop in float64, from which `have` may
+    differ by the bound, or by twice what `want` does; else `want`.
     """
     assert (have.shape, have.dtype) == (want.shape, want.dtype), what
     tensors = have.double(), want.double(), exact.double()

@@ -59,14 +59,14 @@ def _suits_torch(arguments: Arguments) -> bool:
     return all(arguments[name].numel() for name in ("query", "key", "value"))
 
 
-_INPUTS = dict(query=4, key=4, value=4, attn_mask=-4, bias=-4, key_lengths=1, alibi_slopes=-2)
-_OUTPUTS = dict(mask_spans=4, output=4, lse=3, statistics=4)
+_TENSORS = dict(query=4, key=4, value=4, mask_spans=4, output=4, lse=3, statistics=4)
+_OPTIONS = dict(attn_mask=-4, bias=-4, key_lengths=1, alibi_slopes=-2)
 backends.register(
     Operation(
         kernel="attention",
         contract=contract.scaled_dot_product_attention,
         reference=reference.scaled_dot_product_attention,
-        batched=_INPUTS | _OUTPUTS,
+        batched=_TENSORS | _OPTIONS,
         by_torch=_by_torch,
         suits_torch=_suits_torch,
         direct=_direct,

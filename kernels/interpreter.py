@@ -12,7 +12,9 @@ command line do.
    overflow, types are built again for every value and compared at every operation, and Philox takes
    35 to 80 operations of 20 us. Here the module is patched once, types and constants are made once,
    two types are compared once, overflow is not checked, and numpy computes Philox.
-4. `tl.dot` calls a BLAS, which adds up the products of a row in an order that depends on its place
+4. `tl.fma` rounds twice before Triton 3.9, and 3.9 gives a comparison the type of its operands, which
+   no mask may have. Here it rounds once, as on a GPU, and a comparison is a bool.
+5. `tl.dot` calls a BLAS, which adds up the products of a row in an order that depends on its place
    in the tile; a tensor core does not. Within `batch_invariant` each row is a call of its own.
 """
 
@@ -73,6 +75,7 @@ def repair() -> None:
 def _repair_bf16() -> None:
     builder: Any = ti.InterpreterBuilder
     create_dot, binary_op, cast_impl = builder.create_dot, builder.binary_op, builder.cast_impl
+    create_fma = builder.create_fma
 
     def dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         a, b = _as_f32(a), _as_f32(b)
@@ -83,11 +86,20 @@ def _repair_bf16() -> None:
 
     def binary(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if not (_is_bf16(lhs) and _is_bf16(rhs)):
-            return binary_op(self, lhs, rhs, op)
+            result = binary_op(self, lhs, rhs, op)
+            if op in _COMPARISONS:  # Triton gives it the type of lhs, and 3.9 takes no such mask
+                result.dtype = tl.int1
+            return result
         result = op(_widen(lhs.data), _widen(rhs.data))
         if op in _COMPARISONS:
             return ti.TensorHandle(result, tl.int1)
         return ti.TensorHandle(_round(result), tl.bfloat16)
+
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.data.dtype != np.float32:
+            return create_fma(self, x, y, z)
+        wide = x.data.astype(np.float64) * y.data + z.data
+        return ti.TensorHandle(wide.astype(np.float32), z.dtype.scalar)
 
     def cast(self: Any, source: Any, target: Any) -> Any:
         from_bf16 = _is_bf16(source)
@@ -100,6 +112,7 @@ def _repair_bf16() -> None:
         return cast_impl(self, source, target)
 
     builder.create_dot, builder.binary_op, builder.cast_impl = dot, binary, cast
+    builder.create_fma = fma
 
 
 def _repair_loop_bounds() -> None:

@@ -137,7 +137,9 @@ def check(original, *args, seen=slice(None), **kwargs):
     largest = max(g.norm() for g in oracle.values())
     for name, grad in grads.items():  # key biases have no gradient but rounding
         bound = 1e-5 * max(oracle[name].norm(), 1e-3 * largest)
-        assert (grad.double() - oracle[name]).norm() < bound, name
+        if (error := (grad.double() - oracle[name]).norm()) >= bound:  # at most twice torch's own
+            _, eager = results(copy.deepcopy(original), args, kwargs, torch.float32, seen)
+            assert error < 2 * (eager[name].double() - oracle[name]).norm(), name
     return report
 
 
@@ -1439,7 +1441,6 @@ def test_sdpa_override_leaves_to_torch(backend, device):
         "wide": ((wide, wide, wide), {}),
         "batches broadcast": ((q, q[:1], q[:1]), {}),
         "three and four dimensions": ((q[0], q, q), {}),
-        "mask and is_causal": ((q, q, q, mask, 0.0, True), {}),
         "no width": ((q[..., :0], q[..., :0], q), {}),
         "no value": ((q, q, q[..., :0]), {}),
         "a tensor as scale": ((q, q, q), {"scale": torch.tensor(0.5)}),
@@ -1459,6 +1460,7 @@ def test_sdpa_override_leaves_to_torch(backend, device):
         "range": ((q, q, q, mask[0]), {}),
         "attn_mask dtype": ((q, q, q, mask.int()), {}),
     }
+    (refused if torch.__version__ >= "2.14" else taken)["attn_mask"] = (q, q, q, mask, 0.0, True), {}
     for name, (args, options) in taken.items():
         want = F.scaled_dot_product_attention(*args, **options)
         torch.testing.assert_close(overridden(*args, **options), want, msg=name)

@@ -143,7 +143,7 @@ def counted_kernels(request):
 
     def count(self, *pointers):
         if _running in ON_GPU:
-            name = self._kernel.fn.__module__, self._kernel.fn.__name__
+            name = self.kernel.fn.__module__, self.kernel.fn.__name__
             _kernels.add(str((name, self._options, _kinds((pointers, self._arguments)))))
         return start(self, *pointers)
 

@@ -96,7 +96,7 @@ class Launch:
         self._arguments = tuple(arguments[name] for name in names[len(pointers) :])
         self._plain = _ungrouped(self._arguments)
         self._groups = [(groups or {}).get(name) for name in pointers]
-        self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
+        self.kernel, self._grid = kernel, (*grid, 1, 1)[:3]
         self._options = dict(num_warps=warps)
         if stages is not None:
             self._options["num_stages"] = stages
@@ -121,12 +121,15 @@ class Launch:
                 handles = kernel.run, kernel.function, kernel.packed_metadata
                 self._compiled = kernel, *handles, device
 
-    def through_triton(self, *pointers: Any) -> Any:
-        """Launch the kernel through Triton and return it compiled; None in the interpreter."""
-        if not INTERPRETED and self._kernel.hash is None:
-            hash_callees_first(self._kernel)
+    def through_triton(self, *pointers: Any, warmup: bool = False) -> Any:
+        """Launch the kernel through Triton and return it compiled; None in the interpreter. With
+        `warmup` it is not launched.
+        """
+        if not INTERPRETED and self.kernel.hash is None:
+            hash_callees_first(self.kernel)
         named = (x if group is None else group(*x) for x, group in zip(pointers, self._groups))
-        return self._kernel[self._grid](*named, *self._arguments, **self._options)
+        given = *named, *self._arguments
+        return self.kernel.run(*given, grid=self._grid, warmup=warmup, **self._options)
 
 
 def hash_callees_first(function: Any) -> None:

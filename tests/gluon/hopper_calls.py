@@ -163,11 +163,11 @@ def chosen(ways: dict[str, str], rows: dict[str, Any], seed: int) -> Iterator[li
     through_triton, launched = Launch.through_triton, []
 
     def run(launch: Any, *pointers: Any) -> None:
-        name = launch._kernel.fn.__name__
+        name = launch.kernel.fn.__name__
         if not name.startswith("hopper_"):
             through_triton(launch, *pointers)
             return
-        names = launch._kernel.arg_names
+        names = launch.kernel.arg_names
         made: dict[int, Any] = {}  # by tensor; a descriptor comes behind the pointer of its tensor
 
         def given_as(group: str, x: Any) -> Any:

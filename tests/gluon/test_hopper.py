@@ -238,7 +238,7 @@ def test_which_calls_a_measurement_may_choose_it_for():
             plans = plan.ForwardPlan(*call), plan.BackwardPlan(x, None, x, needs, *call)
         for name, made in zip(("forward", "dq", "dkdv"), (plans[0], *plans[1:] * 2)):
             taken = made.gluon.obstacle is None
-            assert made.launch[name]._kernel is not gluon.KERNELS[name]
+            assert made.launch[name].kernel is not gluon.KERNELS[name]
             (key,) = (key for key in asked if key.kernel == f"attention {name}")
             assert key.case.endswith("TMA") == taken
             found = ROWS[name].keys() & {*key.options()}

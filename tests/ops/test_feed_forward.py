@@ -93,7 +93,7 @@ def taken(monkeypatch):
     former = launch.Launch.__call__
 
     def call(self, *pointers):
-        launched.append(self._kernel.fn.__name__)
+        launched.append(self.kernel.fn.__name__)
         former(self, *pointers)
 
     monkeypatch.setattr(launch.Launch, "__call__", call)

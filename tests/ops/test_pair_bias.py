@@ -60,9 +60,9 @@ def test_what_is_launched_and_allocated(device, monkeypatch):
     former = launch.Launch.__call__
 
     def call(self, *pointers):
-        launched.append(self._kernel.fn.__name__)
+        launched.append(self.kernel.fn.__name__)
         sizes = [x.numel() for x in pointers if isinstance(x, torch.Tensor)]
-        assert max(sizes) < R * H * S * S, self._kernel.fn.__name__
+        assert max(sizes) < R * H * S * S, self.kernel.fn.__name__
         former(self, *pointers)
 
     monkeypatch.setattr(launch.Launch, "__call__", call)

@@ -42,7 +42,7 @@ def by(kernel, narrow=True):
     forced = "scratch" if kernel == "one tile" else kernel
 
     def call(self, *pointers):
-        names.append(self._kernel.fn.__name__.removesuffix("_kernel"))
+        names.append(self.kernel.fn.__name__.removesuffix("_kernel"))
         start(self, *pointers)
 
     def narrower(name, call):

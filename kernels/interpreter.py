@@ -12,8 +12,8 @@ command line do.
    overflow, types are built again for every value and compared at every operation, and Philox takes
    35 to 80 operations of 20 us. Here the module is patched once, types and constants are made once,
    two types are compared once, overflow is not checked, and numpy computes Philox.
-4. `tl.fma` rounds twice before Triton 3.9, and 3.9 gives a comparison the type of its operands, which
-   no mask may have. Here it rounds once, as on a GPU, and a comparison is a bool.
+4. `tl.fma` rounds twice before Triton 3.9, and 3.9 gives a comparison the type of its operands,
+   which no mask may have. Here an fma rounds once, as on a GPU, and a comparison is a bool.
 5. `tl.dot` calls a BLAS, which adds up the products of a row in an order that depends on its place
    in the tile; a tensor core does not. Within `batch_invariant` each row is a call of its own.
 """

@@ -97,7 +97,8 @@ class Launch:
         self._plain = _ungrouped(self._arguments)
         self._groups = [(groups or {}).get(name) for name in pointers]
         self.kernel, self._grid = kernel, (*grid, 1, 1)[:3]
-        self._options = dict(num_warps=warps)
+        # By default Triton 3.10 will not fuse products with sums.
+        self._options = dict(num_warps=warps, enable_fp_fusion=True)
         if stages is not None:
             self._options["num_stages"] = stages
         self._compiled: Any = None

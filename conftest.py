@@ -141,11 +141,11 @@ def counted_kernels(request):
 
     start = launch.Launch.through_triton
 
-    def count(self, *pointers):
+    def count(self, *pointers, **options):
         if _running in ON_GPU:
             name = self.kernel.fn.__module__, self.kernel.fn.__name__
             _kernels.add(str((name, self._options, _kinds((pointers, self._arguments)))))
-        return start(self, *pointers)
+        return start(self, *pointers, **options)
 
     launch.Launch.through_triton = count
 

@@ -72,6 +72,7 @@ from fastformer.training.training import (
     run_epoch,
 )
 from fastformer.tuning import Tuning, tune
+from fastformer.warming import warm_up
 
 __all__ = [
     "Batch",
@@ -149,23 +150,5 @@ __all__ = [
     "tune",
     "unpad",
     "use_backend",
+    "warm_up",
 ]
-
-# What was removed before the first release, and what to use instead.
-GONE = {
-    "PagedKVCache": "KVCache, whose buffers are contiguous",
-    "RowShard": "torch.distributed.tensor.parallel, see docs/parallel.md",
-    "Shard": "torch.distributed.tensor.parallel, see docs/parallel.md",
-    "context_parallel": "torch.distributed.tensor.experimental.context_parallel",
-    "decode_step": "the decoder on all tokens so far, or greedy_decode of a make_model",
-    "paged_attention": "scaled_dot_product_attention with key_lengths",
-    "parallelize": "torch.distributed.tensor.parallel.parallelize_module, see docs/parallel.md",
-    "require_same_ranks": "torch.manual_seed with the same seed in all processes",
-    "sequences_from": "a seed of its own in each process, torch.manual_seed(seed + rank)",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in GONE:
-        raise AttributeError(f"fastformer.{name} is gone; use {GONE[name]}")
-    raise AttributeError(f"module 'fastformer' has no attribute {name!r}")

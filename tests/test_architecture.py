@@ -21,7 +21,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"training"},
-    {"decoding", "drop_in", "tuning"},
+    {"decoding", "drop_in", "tuning", "warming"},
     {"nn"},
     {"cache"},
     {"ops"},

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import fastformer
 from benchmarks import ROOT
 
 
@@ -43,14 +42,3 @@ def test_checkout_that_is_not_installed(tmp_path):
     assert done.returncode == 0, done.stderr
     package, kernels = map(Path, done.stdout.splitlines())
     assert package.parent == ROOT / "fastformer" and kernels.parent == ROOT / "kernels"
-
-
-def test_names_that_are_gone_say_what_to_use():
-    gone = {"PagedKVCache", "RowShard", "Shard", "context_parallel", "decode_step"}
-    gone |= {"paged_attention", "parallelize", "require_same_ranks", "sequences_from"}
-    assert gone == fastformer.GONE.keys() and not gone & {*fastformer.__all__}
-    for name in gone:
-        with pytest.raises(AttributeError, match=rf"fastformer\.{name} is gone; use \w+"):
-            getattr(fastformer, name)
-    with pytest.raises(AttributeError, match="'fastformer' has no attribute 'nothing'"):
-        fastformer.nothing  # noqa: B018

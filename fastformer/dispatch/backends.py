@@ -236,6 +236,11 @@ def tuned() -> ModuleType:
     return importlib.import_module(_TUNED)
 
 
+def compiling() -> ModuleType | None:
+    """Return what compiles kernels that are not launched; None without triton."""
+    return importlib.import_module("fastformer.kernels.compiling") if _HAS_TRITON else None
+
+
 def measure_again() -> None:
     """Forget the measurements: the next call reads them again."""
     measurements.measurements.cache_clear()

@@ -1460,7 +1460,8 @@ def test_sdpa_override_leaves_to_torch(backend, device):
         "range": ((q, q, q, mask[0]), {}),
         "attn_mask dtype": ((q, q, q, mask.int()), {}),
     }
-    (refused if torch.__version__ >= "2.14" else taken)["attn_mask"] = (q, q, q, mask, 0.0, True), {}
+    both = refused if torch.__version__ >= "2.14" else taken
+    both["attn_mask"] = (q, q, q, mask, 0.0, True), {}
     for name, (args, options) in taken.items():
         want = F.scaled_dot_product_attention(*args, **options)
         torch.testing.assert_close(overridden(*args, **options), want, msg=name)

@@ -98,7 +98,7 @@ def forward_tiles(
         offset = base * -head.call.scale if has.fold_scale else -base
         p = tl.math.exp2(shifted(s, offset[:, None], head, has))
         rescale = tl.math.exp2(shifted(m, offset, head, has))
-        if has.fold_scale:  # the fma returns the rounding error of the offset, not 0
+        if has.invariant:  # to any number of hidden tiles; a folded scale leaves a rounding error
             rescale = tl.where(m == m_new, 1.0, rescale)
         l = l * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]

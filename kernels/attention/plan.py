@@ -207,6 +207,7 @@ class Plan:
             and attention.softcap is None
             and not self.separate_max,
             separate_max=self.separate_max,
+            invariant=on(),
         )
         if attention.mask_spans is not None:
             cut = self.has.left, self.has.right, self.has.lengths

@@ -158,6 +158,7 @@ class Features(NamedTuple):
     sections: Any = False  # whether the programs start section by section, see `locate_block`
     # 1 if the mask is a block mask, 2 if a band or lengths cut it, 3 documents, see lists.py
     lists: Any = 0
+    invariant: Any = False  # whether the call is made within batch_invariant
 
 
 # -------------------------------------------------------------------- groups that a program makes

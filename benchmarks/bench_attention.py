@@ -5,10 +5,10 @@ learned bias, which no fused peer supports. FlexAttention has no dropout: its ro
 say so, and are no peer. `tgt_mask` is the mask of padding and causality that a decoder is trained
 with, given as a tensor [B, 1, S, S]; compare it with `causal`, and with FlexAttention, which is
 given the same as a function and builds its blocks in each call. `packed` runs without the padding,
-and so does flash-attn where there is padding: the time includes removing the padding and restoring
-it. In `causal grouped` four query heads share a head of the keys. In `global and window` a query
-sees the first S/128 keys, and S/16 on each side of itself: fastformer and FlexAttention are given a
-block mask that was built before.
+and so do flash-attn and `varlen`, torch's own, where there is padding: the time includes removing
+the padding and restoring it. In `causal grouped` four query heads share a head of the keys. In
+`global and window` a query sees the first S/128 keys, and S/16 on each side of itself: fastformer
+and FlexAttention are given a block mask that was built before.
 
 FLOPs: 4 B H Sq Sk D forward (two products), 2.5 times that backward (five products); half of it
 when causal, the pairs inside of a window or seen by a block mask; with padding only the valid keys,
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 import fastformer as ff
 from benchmarks.peers import FORCED, GPU, available, flash_attn, sdpa, tutorial_attention
@@ -62,7 +63,7 @@ if GPU:
     CASES.append(Case("tgt_mask+dropout", causal=True, padded=True, dropout_p=0.1, tensor=True))
 SHORT = 256  # on a CPU without --slow the cases after the headline end here
 PROVIDERS = available("torch", *FORCED, "flash-attn", "flash-attn 3", "flex", "tutorial")
-PROVIDERS += available("reference", "triton", "packed")
+PROVIDERS += available("varlen", "reference", "triton", "packed")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -78,6 +79,8 @@ def test_attention(
         pytest.skip(f"{case} above {SHORT} on a CPU: needs --slow")
     if provider == "packed" and (case.bias or case.causal or not case.padded):
         pytest.skip("nothing to pack, or a bias of queries and keys, which cannot be packed")
+    if provider == "varlen" and (not case.padded or case.dropout_p or case.causal):
+        pytest.skip("varlen is torch's attention of padding, without dropout")
     if provider.startswith("flash-attn") and (case.bias or case.holes):
         pytest.skip("flash-attn takes no bias and no mask")
     if provider == "flash-attn 3" and case.dropout_p:
@@ -141,6 +144,8 @@ def _forward(provider, case, lengths, length):
     p, causal = case.dropout_p, case.causal
     if provider == "packed":
         return _packed(p, lengths)
+    if provider == "varlen":
+        return _unpadded(varlen.varlen_attn, lengths)
     if provider in ("reference", "triton"):
         options = {"key_lengths": lengths} if case.padded else {}
         options["enable_gqa"] = case.group > 1

@@ -52,7 +52,7 @@ PACKAGES = {
 }
 
 ON_GPU = dict.fromkeys(
-    ["packed", "cudnn", "flash", "efficient", "addmm_activation", *PACKAGES, "read"],
+    ["packed", "cudnn", "flash", "efficient", "varlen", "addmm_activation", *PACKAGES, "read"],
     "needs a GPU",
 ) | {
     **dict.fromkeys(

@@ -135,7 +135,8 @@ def _last(part: Part, option: str) -> str:
 
 
 COMMAND = [sys.executable, "-m", "fastformer"]
-PEERS = r"torch|cudnn|flash|efficient|compile|liger|quack|flash-attn( 3)?|triton|packed|torch fused"
+PEERS = r"torch|cudnn|flash|efficient|varlen|compile|liger|quack|flash-attn( 3)?|triton|packed"
+PEERS += "|torch fused"
 EPOCH = "torch|auto|cuda_graph"
 ON_CACHES = r"torch|cudnn|flash|efficient|flash-attn( 3)?|triton|read"
 MORE_CASES = r"padding-d64|bias-d64|window-d64"

@@ -1,5 +1,7 @@
 """The dropout seeds of a forward are one draw, and each site has its own, at a fixed place."""
 
+import functools
+
 import pytest
 import torch
 from test_whole_model import Ops
@@ -125,7 +127,32 @@ def test_a_site_does_not_depend_on_the_others(monkeypatch):
     assert seeds_of(monkeypatch, model, given) == want[:1] + want[2:20] + want[21:]
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+class Generator:
+    """The state that torch_remat leaves to its users."""
+
+    snapshot, restore = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
+
+
+def remat(call, *given):
+    torch_remat = pytest.importorskip("torch_remat")
+    return torch_remat.checkpoint(recompute_state_hooks=(Generator(),))(call)(*given)
+
+
+def decorated(call, *given):
+    if torch.__version__ < "2.14":
+        pytest.skip("checkpoint is a decorator from torch 2.14 on")
+    return checkpoint(use_reentrant=False)(call)(*given)
+
+
+@pytest.mark.parametrize(
+    "checkpointed",
+    [
+        pytest.param(functools.partial(checkpoint, use_reentrant=False), id="saved tensors"),
+        pytest.param(functools.partial(checkpoint, use_reentrant=True), id="reentrant"),
+        remat,
+        pytest.param(decorated, marks=pytest.mark.with_all),
+    ],
+)
 @pytest.mark.parametrize(
     "make",
     [
@@ -135,7 +162,7 @@ def test_a_site_does_not_depend_on_the_others(monkeypatch):
     ],
     ids=lambda f: f.__name__,
 )
-def test_under_checkpointing(make, use_reentrant, backend):
+def test_under_checkpointing(make, checkpointed, backend):
     """The recomputed forward draws the dropout masks of the first one."""
     model, given = make()
     given = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in given]
@@ -143,7 +170,7 @@ def test_under_checkpointing(make, use_reentrant, backend):
 
     def again():
         call = lambda _, *x: model(*x)  # noqa: E731
-        return checkpoint(call, anchor, *given, use_reentrant=use_reentrant)
+        return checkpointed(call, anchor, *given)
 
     gradients = []
     for run in (lambda: model(*given), again):

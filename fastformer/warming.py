@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 from typing import Any
@@ -12,7 +11,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastformer import checks
 from fastformer.dispatch import backends
@@ -43,9 +42,12 @@ class _Step(nn.ModuleList):
         torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
 
     def run_apart(self, *args: Any, **kwargs: Any) -> None:
-        """Run it on views of the parameters and copies of the buffers. Random generators and
-        gradients, which FSDP writes nonetheless, are at the end what they were before.
+        """Run it on other leaves of autograd and copies of the buffers, and give back the random
+        generators, and the gradients, which FSDP writes nonetheless.
         """
+        args, kwargs = tree_map_only(
+            Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs)
+        )
         parameters = dict(self.named_parameters())
         given = {n: nn.Parameter(p.detach(), p.requires_grad) for n, p in parameters.items()}
         buffers = {n: x.clone() for n, x in self.named_buffers()}
@@ -64,12 +66,12 @@ def warm_up(
 
     Otherwise the first step of each process does so, one kernel after the other. The model runs
     once on the inputs, in its current mode and on the selected backend, then the backward of its
-    losses (the outputs without dimensions), or of all outputs if there is none, unless gradients
-    are disabled. fastformer launches no kernel meanwhile: what they compute is zero. Then the
-    kernels that are not in Triton's cache are compiled there, several at once. If the ranks of a
-    machine call it, one of them compiles, and the others wait. Other shapes of the inputs may need
-    other kernels: call it for each. Parameters, buffers, gradients and random generators stay as
-    they are; inputs that the model changes, such as a cache, do not.
+    losses (the outputs without dimensions) or else of all outputs, unless gradients are disabled.
+    fastformer launches no kernel meanwhile: what they compute is zero. Then the kernels that are
+    not in Triton's cache are compiled, several at once; of the ranks of a machine one compiles, and
+    the others wait. Call it for each shape of the inputs: another one may need other kernels.
+    Parameters, buffers, gradients and random generators stay as they are; inputs that the model
+    changes, such as a cache, do not.
 
     Args:
         model: an nn.Module, with its loss if fastformer computes that. Of a compiled model the
@@ -96,7 +98,6 @@ def warm_up(
     with compiling.recording() as kernels, _Zeros():
         step.run_apart(*inputs, **kwargs)
     if kernels:
-        cache = importlib.import_module("triton").knobs.cache.dir
-        with FileLock(f"{cache}/fastformer.lock"):  # the other ranks wait, and read the cache
+        with FileLock(f"{compiling.knobs.cache.dir}/fastformer.lock"):  # the other ranks wait
             compiling.load([*kernels.values()], processes or len(os.sched_getaffinity(0)))
     return len(kernels), time.perf_counter() - started

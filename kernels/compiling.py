@@ -9,6 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from triton import knobs as knobs
+
 from .launch import Launch
 
 

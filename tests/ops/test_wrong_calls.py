@@ -304,6 +304,9 @@ METHODS = {
         lambda model, minutes, dry_run: ff.tune(
             model, floats(2, D), minutes=minutes, dry_run=dry_run),
         lambda: dict(model=ff.LayerNorm(D), minutes=1.0, dry_run=True)),
+    "warm_up": lambda: (
+        lambda model, processes: ff.warm_up(model, floats(2, D), processes=processes),
+        lambda: dict(model=ff.LayerNorm(D), processes=1)),
 }  # fmt: skip
 CALLS = *FUNCTIONS, *METHODS
 

@@ -13,7 +13,8 @@ command line do.
    35 to 80 operations of 20 us. Here the module is patched once, types and constants are made once,
    two types are compared once, overflow is not checked, and numpy computes Philox.
 4. `tl.fma` rounds twice before Triton 3.9, and 3.9 gives a comparison the type of its operands,
-   which no mask may have. Here an fma rounds once, as on a GPU, and a comparison is a bool.
+   which no mask may have. Here a comparison is a bool, and a float32 fma is computed in float64,
+   which rounds as on a GPU but for rare halves.
 5. `tl.dot` calls a BLAS, which adds up the products of a row in an order that depends on its place
    in the tile; a tensor core does not. Within `batch_invariant` each row is a call of its own.
 """

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -79,13 +81,19 @@ def test_the_step_after_it_compiles_nothing(run, processes):
     is loaded is not counted again, but a call of other lengths, or in evaluation, is.
     """
     code = f"""
+        from dataclasses import dataclass
+        @dataclass
+        class Output:
+            loss: torch.Tensor
+            x: torch.Tensor
         norm = nn.Sequential(ff.LayerNorm(32), ff.MultiHeadedAttention(2, 32)).bfloat16()
         class Block(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.norm, self.attention = norm
             def forward(self, x):
-                return self.attention(*[self.norm(x)] * 3).float().pow(2).sum(), x
+                out = self.attention(*[self.norm(x)] * 3)
+                return Output(out.float().pow(2).sum(), x)
         block, x = Block(), torch.randn(2, 16, 32).bfloat16()
         kernels, seconds = ff.warm_up(block, x, processes={processes})
         assert kernels == len(compiled()) == len({{*compiled()}}) > 3, (kernels, compiled())
@@ -93,7 +101,7 @@ def test_the_step_after_it_compiles_nothing(run, processes):
         assert all(p.grad is None for p in block.parameters())
         assert ff.warm_up(block, x, processes={processes})[0] == 0 and gpu.launches == 0
         asked.clear()
-        block(x)[0].backward()
+        block(x).loss.backward()
         assert not asked and len(compiled()) == kernels <= gpu.launches, asked
         with torch.no_grad():
             longer = ff.warm_up(block, torch.randn(2, 600, 32).bfloat16(), processes=1)[0]
@@ -211,6 +219,74 @@ class Stateful(nn.Module):
         return {"out": [self.out(self.dropout(self.norm(x.flatten(0, 2))))]}
 
 
+@dataclass
+class Output:
+    loss: torch.Tensor
+    extra: object = None
+
+
+class Shared(nn.Module):
+    """Holds a module twice, and a parameter that is more than its values."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.layers, self.weight = nn.ModuleList([layer, layer]), nn.Parameter(torch.ones(8))
+        self.weight.scale = 2.0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        for layer in self.layers:
+            x = ff.layer_norm(layer(x) * self.weight * self.weight.scale, 8)
+        return Output(x.sum(), extra=[x, None, "x"])
+
+
+def test_modules_that_are_held_twice(backend, device):
+    pytest.importorskip("triton")
+    model, x = Shared().to(device), torch.randn(3, 8, device=device)
+    parameters, buffers = [*model.parameters()], [*model.buffers()]
+    values = [b.clone() for b in buffers]
+    ff.warm_up(model, x)
+    assert all(p is q for p, q in zip(parameters, model.parameters()))
+    assert all(b is c for b, c in zip(buffers, model.buffers()))
+    assert all(map(torch.equal, values, buffers)) and model.calls == 0
+    model(x).loss.backward()
+    assert all(p.grad is not None for p in parameters)
+
+
+def test_other_threads_launch(device):
+    """What another thread computes meanwhile is right, and two calls at once do not mix."""
+    pytest.importorskip("triton")
+    x, found = torch.randn(2, 8, device=device), []
+    want = torch.nn.functional.layer_norm(x, (8,))
+    began, end = threading.Event(), threading.Event()
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            out = ff.layer_norm(x, 8)
+            began.set()
+            assert end.wait(60)
+            return out
+
+    def warm_up(model):
+        with ff.use_backend("triton"):
+            ff.warm_up(model, x)
+
+    threads = [threading.Thread(target=warm_up, args=[m]) for m in (Slow(), ff.LayerNorm(8))]
+    threads[0].start()
+    assert began.wait(60)
+    threads[1].start()
+    with ff.use_backend("triton"):
+        found.append(ff.layer_norm(x, 8))
+        end.set()
+        for thread in threads:
+            thread.join()
+        found.append(ff.layer_norm(x, 8))
+    for have in found:
+        torch.testing.assert_close(have, want)
+
+
 @pytest.fixture(params=["reference", "triton"])
 def backend(request):
     with ff.use_backend(request.param):
@@ -226,7 +302,6 @@ def test_the_model_stays_as_it_is(backend, device, grads):
         model(tokens)["out"][0].sum().backward()
     seen = []
     for p in model.parameters():
-        p.register_hook(seen.append)
         p.register_post_accumulate_grad_hook(seen.append)
     state = [x.clone() for x in model.state_dict().values()]
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]

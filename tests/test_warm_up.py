@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from benchmarks import ROOT
@@ -253,6 +254,21 @@ def test_modules_that_are_held_twice(backend, device):
     assert all(map(torch.equal, values, buffers)) and model.calls == 0
     model(x).loss.backward()
     assert all(p.grad is not None for p in parameters)
+
+
+def test_a_reentrant_checkpoint(device):
+    """It writes the gradients of its parameters; they are given back."""
+    pytest.importorskip("triton")
+
+    class Checkpointed(nn.Linear):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=True)
+
+    model, x = Checkpointed(8, 8, device=device), torch.randn(2, 8, device=device)
+    ff.warm_up(model, x.requires_grad_())
+    assert model.weight.grad is None and x.grad is None
+    model(x).sum().backward()
+    assert model.weight.grad.any() and x.grad.any()
 
 
 def test_other_threads_launch(device):

@@ -20,7 +20,9 @@ from fastformer.dispatch import backends
 
 
 def _backward(outputs: Any) -> None:
-    """Compute gradients of outputs from zeros. Those of parameters are written by checkpoints."""
+    """Run the backward of a model's outputs, with zeros as their gradients. Only a reentrant
+    checkpoint writes the gradients of its parameters.
+    """
     found = tree_leaves(outputs)
     found += [getattr(x, f.name) for x in found if is_dataclass(x) for f in fields(x)]
     found = [x for x in found if isinstance(x, Tensor) and x.grad_fn is not None]
@@ -30,9 +32,9 @@ def _backward(outputs: Any) -> None:
             nodes.add(node)
             left += [next for next, _ in node.next_functions]
     zeros = [torch.zeros_like(x) for x in found]
-    if any("CheckpointFunction" in node.name() for node in nodes):  # refuses to know its leaves
+    if any("CheckpointFunction" in node.name() for node in nodes):  # a reentrant one
         torch.autograd.backward(found, zeros)
-    elif found:  # of FSDP's own leaves, too
+    elif found:  # with respect to all leaves, those that FSDP makes among them
         leaves = [node.variable for node in nodes if hasattr(node, "variable")]
         torch.autograd.grad(found, leaves, zeros, allow_unused=True)
 

@@ -42,7 +42,7 @@ dkdv          32    sm_90 sm_100        32 64 8 1   32 64 8 1   32 16 4 2   16 1
 dkdv          32    sm_80               32 32 4 2   32 32 4 2   32 16 4 2   16 16 8 2
 dkdv          32    sm_86               32 32 4 2   32 32 4 2   32 16 4 1   16 16 8 1
 dkdv          32    other               16 32 4 1   32 32 4 1   16 16 8 1   16 16 8 1
-dq            16    sm_90               128 64 8 3  128 64 8 3  128 64 8 3  64 32 8 3   32 32 8 3
+dq            16    sm_90               128 64 8 3  128 64 8 3  128 64 8 3  128 32 8 3  32 32 8 3
 dq            16    sm_100              128 64 8 3  128 64 8 3  128 64 8 3  128 32 8 2  16 32 8 2
 dq            16    sm_80               64 64 4 3   64 64 4 3   64 64 8 3   64 32 8 3   32 32 8 2
 dq            16    sm_86               64 64 4 3   64 64 4 3   64 32 8 3   32 32 8 2   16 16 8 2
@@ -64,10 +64,11 @@ decode        32    sm_90 sm_100        32 32 4 2   32 32 4 2   16 32 4 2   16 1
 decode        32    sm_80 sm_86         32 32 4 2   32 32 4 2   16 32 4 2   16 16 8 2
 decode        32    other               16 32 4 1   16 32 4 1   16 16 4 1   16 16 8 1
 forward full  16    sm_86               128 64 8 2  128 64 8 2  128 32 8 3  64 32 8 2   32 16 8 2
-dkdv full     32    sm_90               32 64 8 1   32 32 8 1   32 16 4 1   16 16 8 2
+dkdv full     16    sm_90               32 128 8 3  64 128 8 3  32 128 8 2  32 64 8 2   32 16 8 3
+dkdv full     32    sm_90               32 64 8 1   32 64 8 1   32 16 4 1   16 16 8 2
 dkdv full     32    sm_86               32 32 8 2   32 32 8 2   32 16 4 2   16 16 8 1
 dkdv full     32    sm_100              32 64 8 1   32 64 8 1   32 16 4 2   16 16 8 1
-dq full       16    sm_90               128 32 8 3  128 64 8 3  128 64 8 3  64 32 8 3   32 32 8 3
+dq full       16    sm_90               128 32 8 3  128 64 8 3  128 64 8 3  128 32 8 2  32 32 8 3
 dq full       16    sm_86               64 64 4 3   64 64 4 3   64 32 8 3   32 32 4 2   16 16 8 2
 dq full       16    sm_100              128 64 8 3  128 64 8 3  128 64 8 2  64 32 8 3   32 32 8 3
 dq full       32    sm_90               64 32 8 1   64 32 4 1   16 32 4 2   16 16 8 2
@@ -171,12 +172,14 @@ def short_pays(
     return -(-pairs // processors) * group * rows * columns * factor <= dkdv + dq
 
 
-def in_block(tiles: AttentionTiles, kernel: str, biased: bool, one_loop: bool) -> AttentionTiles:
+def in_block(
+    tiles: AttentionTiles, kernel: str, biased: bool, without_wgmma: bool
+) -> AttentionTiles:
     """Fit tiles to those of a block mask, 128 queries x 64 keys, of which they are a part.
 
-    The warps of dK and dV become as few as their keys. Beside a bias of queries and keys, and
-    where dK and dV have one loop, other tiles spill less. The loop that
-    searches a list for the gradient of a bias copies nothing ahead.
+    The warps of dK and dV become as few as their keys. More than 32 queries beside a bias of
+    queries and keys would spill, and more than 16 `without_wgmma` in the one loop of dK and dV. The
+    loop that searches a list for the gradient of a bias copies nothing ahead.
     """
     BM, BN, warps, stages = tiles
     if kernel == "dbias":
@@ -186,7 +189,7 @@ def in_block(tiles: AttentionTiles, kernel: str, biased: bool, one_loop: bool) -
     elif kernel == "dkdv" and BN > 64:
         warps = max(4, warps * 64 // BN)
     if kernel == "dkdv":
-        BM = min(BM, 16 if one_loop else 32 if biased else BM)
+        BM = min(BM, 16 if without_wgmma else 32 if biased else BM)
     return AttentionTiles(min(BM, 128), min(BN, 64), warps, stages)
 
 

@@ -304,8 +304,9 @@ class Plan:
             return shipped
 
         def fitted(tiles: AttentionTiles) -> AttentionTiles:
-            how = self.has.bias == 2, not self.tile.split
-            return in_block(tiles, kernel, *how) if self.has.lists else tiles
+            without_wgmma = self.arch != "sm_90" and not self.tile.split
+            biased = self.has.bias == 2
+            return in_block(tiles, kernel, biased, without_wgmma) if self.has.lists else tiles
 
         def options() -> list[Any]:
             found = dict.fromkeys(map(fitted, rows(kernel, self.dtype, self.head_block)))

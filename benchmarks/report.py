@@ -488,11 +488,8 @@ def accuracy_table() -> list[str]:
 
 def compile_table() -> list[str]:
     """Tabulate what the compiler makes of the shipped configurations for each architecture."""
-    cases = json.loads((RESULTS / "compile.json").read_text())["cases"]
-    kernels: dict[str, dict[str, tuple[int, str]]] = {}
-    for name, case in cases.items():
-        for _, _, _, spill, serialised, *_, of_kernel in case["kernels"]:
-            kernels.setdefault(name.split()[0], {})[of_kernel] = spill, serialised
+    from benchmarks.proof.cases import Table
+
     lines = [
         "## Compiled code",
         "",
@@ -507,7 +504,7 @@ def compile_table() -> list[str]:
     ]
     header = ["architecture", "kernels", "kernels that spill", "largest spill"]
     found = []
-    for name, mine in kernels.items():
+    for name, mine in Table.read().spills().items():
         spills = [spill for spill, _ in mine.values() if spill]
         serialised = sum(names != "-" for _, names in mine.values())
         found.append([name, len(mine), len(spills), max(spills, default=0), serialised])

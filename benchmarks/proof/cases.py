@@ -434,3 +434,11 @@ class Table:
     def stale(self, keys: dict[str, str]) -> list[str]:
         """Return the names of the cases that the table does not know, or not with these keys."""
         return [name for name, key in keys.items() if self.cases.get(name, {}).get("key") != key]
+
+    def spills(self) -> dict[str, dict[str, tuple[int, str]]]:
+        """Return (bytes of spill, serialised wgmma) of each kernel, by architecture and digest."""
+        found: dict[str, dict[str, tuple[int, str]]] = {}
+        for name, case in self.cases.items():
+            for _, _, _, spill, serialised, *_, digest in case["kernels"]:
+                found.setdefault(name.split()[0], {})[digest] = spill, serialised
+        return found

@@ -167,6 +167,18 @@ def print_table(table: Table, names: list[str]) -> None:
     print(HEADER.format(version=table.triton), *markdown_table(COLUMNS, found), sep="\n")
 
 
+def summary(table: Table) -> str:
+    """Return how many kernels the cases have, and how many spill and are serialised, in words."""
+    kernels = [kernel for own in table.spills().values() for kernel in own.values()]
+    spills = [spill for spill, _ in kernels if spill]
+    serialised = sum(names != "-" for _, names in kernels)
+    most = max(spills, default=0)
+    return (
+        f"Triton {table.triton}, {len(table.cases)} cases without a problem: {len(kernels)} "
+        f"kernels; {len(spills)} spill, at most {most} bytes a thread; {serialised} are serialised"
+    )
+
+
 def changes(name: str, answer: dict[str, Any], known: dict[str, Any]) -> list[str]:
     """Return how the loops of a compiled case differ from the data, in words."""
     return cost.grown(cost.ledger(name, answer), cost.read_case(name, known))
@@ -243,6 +255,7 @@ def main() -> None:
     write()
     found = mend(asked, now, known, not options.all, write)
     print(*found, sep="\n")
+    print(summary(Table(version, {name: known[name] for name in asked if name in known})))
     print(f"{len(asked)} of {len(CASES)} cases, {len(found)} problems")
     sys.exit(bool(found))
 

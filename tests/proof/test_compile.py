@@ -71,6 +71,22 @@ def test_nothing_is_wrong_in_the_data():
         assert not found, (name, found)
 
 
+def test_the_summary_counts_a_kernel_once_for_each_architecture():
+    def kernel(spill, serialised, digest):
+        return ["forward", "128x64 w8 s3", 255, spill, serialised, 0, "-", digest]
+
+    first, second = kernel(8, "-", "a"), kernel(404, "C7515", "b")
+    table = cases.Table("3.9.0", {
+        "sm_90 one": {"kernels": [first, second]},
+        "sm_90 two": {"kernels": [second, kernel(0, "-", "c")]},
+        "sm_80 three": {"kernels": [first]},
+    })  # fmt: skip
+    assert compile_gate.summary(table) == (
+        "Triton 3.9.0, 3 cases without a problem: 4 kernels; 3 spill, at most 404 bytes a thread; "
+        "1 are serialised"
+    )
+
+
 def test_a_translation_is_of_what_is_launched(compiled):
     """It is the same where the case is compiled to the end, and another one for another kernel,
     tile or grid.

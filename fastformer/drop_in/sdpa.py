@@ -48,12 +48,12 @@ class sdpa_override(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
-            return _sdpa(*args, **(kwargs or {}))
+            return torch_sdpa(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 @front_door
-def _sdpa(
+def torch_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -112,7 +112,7 @@ def _unsupported_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
     if enable_gqa and query.dim() < 3:
         return "enable_gqa without heads"
     if query.dim() > 3 and query.shape[-3] != key.shape[-3]:
-        if not enable_gqa and key.shape[-3] != 1:  # one key head is allowed, see `_sdpa`
+        if not enable_gqa and key.shape[-3] != 1:  # one key head is allowed, see `torch_sdpa`
             return "the heads broadcast"
         if key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]:
             return "the heads of key do not divide those of query"

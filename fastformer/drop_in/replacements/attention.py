@@ -171,10 +171,10 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         batch = query.shape[1 - at] if batched else 1
         scores = (batch, self.num_heads, query.shape[at], key.shape[at])  # [N, H, L, S]
         hidden_keys = _padding_of_scores(names[1], key_padding_mask, scores, batched)
-        hidden = _mask_of_scores(names[0], attn_mask, scores)
+        hidden = mask_of_scores(names[0], attn_mask, scores)
         # is_causal does not cover appended keys (bias_k, add_zero_attn): use the mask itself then.
         is_causal = is_causal and not self._appends_keys()
-        visible, bias = _joined(None if is_causal else hidden, hidden_keys, query.dtype)
+        visible, bias = joined_masks(None if is_causal else hidden, hidden_keys, query.dtype)
         if blocks is not None:
             if visible is not None:  # the padding
                 bias = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -math.inf)
@@ -278,7 +278,7 @@ def _padding_of_scores(
     return key_padding_mask.view(batch, 1, 1, keys)
 
 
-def _mask_of_scores(name: str, attn_mask: Tensor | None, scores: tuple[int, ...]) -> Tensor | None:
+def mask_of_scores(name: str, attn_mask: Tensor | None, scores: tuple[int, ...]) -> Tensor | None:
     """Return attn_mask [L, S] or [N H, L, S] in a shape that broadcasts to scores (N, H, L, S)."""
     batch, heads, length, keys = scores
     if attn_mask is None or attn_mask.shape == (length, keys):
@@ -290,7 +290,7 @@ def _mask_of_scores(name: str, attn_mask: Tensor | None, scores: tuple[int, ...]
     raise wrong_shape(name, attn_mask, expected)
 
 
-def _joined(
+def joined_masks(
     mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return (visible, bias) from torch's two masks: a boolean mask, and a term of the scores.

@@ -1,0 +1,1 @@
+"""The rewriter of graphs: puts fastformer's ops into the graph of any model."""

@@ -1,0 +1,372 @@
+"""Finds attention that a model computes by products and a softmax.
+
+It starts at a product of weights and values, and goes back: dropout, softmax, then masks, terms and
+scales up to the product of queries and keys. Dimensions are followed by their axes, so that the
+order of dimensions, views in between and the way to write a product do not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fastformer.drop_in.graph.axes import (
+    Axis,
+    Dims,
+    Product,
+    before_view,
+    broadcast,
+    flat,
+    operand_dims,
+    product,
+)
+from fastformer.drop_in.graph.nodes import (
+    History,
+    Stays,
+    arg,
+    dropped,
+    is_cast,
+    is_dropout,
+    is_tensor,
+    name,
+    number,
+    source,
+    tensor,
+    value,
+)
+
+
+class Read(NamedTuple):
+    """A tensor that the fused op reads, and the node that reads it in the model."""
+
+    node: fx.Node
+    dims: Dims
+    reader: fx.Node
+
+
+@dataclass
+class Fill:
+    """A mask: where it is true (`keeps`: false), the scores or weights become `value`."""
+
+    mask: Read
+    keeps: bool
+    value: float
+
+
+@dataclass
+class Form:
+    """What softmax(scores) values consists of.
+
+    The scores are scale q k^T, or amplitude tanh(scale q k^T) if `capped`; then terms are added,
+    each with its factor, and fills replace some of them.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)  # of the pattern, from the weights on
+    dropout: Read | None = None  # what is dropped
+    dropout_p: float = 0.0
+    out_scale: float = 1.0  # a factor of the weights after the softmax
+    zeros: list[Fill] = field(default_factory=list)  # after the softmax
+    keys: list[Axis] = field(default_factory=list)  # the axes of the softmax
+    scale: float = 1.0
+    capped: bool = False
+    amplitude: float = 1.0
+    tensor_scales: list[tuple[Read, bool]] = field(default_factory=list)  # and whether they divide
+    terms: list[tuple[Read, float]] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+    shifted: bool = False  # by a constant
+    operands: tuple[Read, Read] | None = None  # of the product of queries and keys
+    features: list[Axis] = field(default_factory=list)  # over which that product sums
+
+
+Step = Callable[[Form], None]  # what a node does to the scores, applied from the product on
+
+
+class Finder:
+    """Follows the weights of a product back to the product of queries and keys."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.form = Form()
+
+    def find(self, weights: fx.Node, dims: Dims, reader: fx.Node) -> Form | None:
+        """Return the form of the weights that `reader` multiplies with values; None if they come
+        from no softmax. dims: the axes of the weights.
+        """
+        node: Any = weights
+        if not _follows_softmax(node):
+            return None
+        while True:
+            node = self._version(node, reader)
+            self.form.nodes.append(node)
+            if _softmax(node) is not None:
+                break
+            below = before_view(node, dims)
+            if below is None and not self._passes_weights(node, dims):
+                raise Stays(f"its weights pass {name(node) or node.target} after the softmax")
+            dims = dims if below is None else below
+            node, reader = _chain(node), node
+        scores, place, inside = _softmax(node) or (None, None, [])
+        if not isinstance(place, int):
+            raise Stays("its softmax has no dimension")
+        self.form.nodes += inside
+        self.form.keys = dims[place]
+        for step in reversed(self._scores(scores, dims, inside[-1] if inside else node)):
+            step(self.form)
+        return self.form
+
+    def _version(self, node: Any, reader: fx.Node) -> fx.Node:
+        """Return the node that last wrote all of a tensor before it is read."""
+        if not is_tensor(node):
+            raise Stays("its scores are no tensor")
+        writers = self.history.writers(node, node, reader)
+        if not writers:
+            return node
+        if _identity(source(writers[-1])) is not _identity(node):
+            raise Stays("its scores or weights are written through a view")
+        return writers[-1]
+
+    def _passes_weights(self, node: fx.Node, dims: Dims) -> bool:
+        """Note what a node does to the weights; return whether it is known."""
+        called, form = name(node).rstrip("_"), self.form
+        if is_dropout(node):
+            p = dropped(node)
+            if p and form.dropout is not None:
+                raise Stays("its weights are dropped twice")
+            if p:
+                form.dropout, form.dropout_p = Read(source(node), dims, node), p
+        elif called in ("masked_fill", "where"):
+            fill = self._fill(node, dims)
+            if fill.value != 0.0 or form.dropout is not None:
+                return False
+            form.zeros.append(fill)
+        elif called in ("mul", "div") and not node.kwargs:
+            factor = number(node.args[1])
+            if not factor:
+                return False
+            form.out_scale *= 1 / factor if called == "div" else factor
+        else:
+            return is_cast(node) or called == "nan_to_num"
+        return True
+
+    def _fill(self, node: fx.Node, dims: Dims) -> Fill:
+        if name(node) == "where":
+            keys = enumerate(("condition", "input", "other"))
+            mask, kept, filled = (arg(node, i, key) for i, key in keys)
+            keeps = number(filled) is not None
+            constant = number(filled) if keeps else number(kept)
+        else:
+            mask, keeps, constant = arg(node, 1, "mask"), False, number(arg(node, 2, "value"))
+        if constant is None:
+            raise Stays("its scores or weights are replaced by those of a tensor")
+        return Fill(self._read(mask, dims, node), keeps, constant)
+
+    def _read(self, node: Any, dims: Dims, reader: fx.Node) -> Read:
+        if not is_tensor(node):
+            raise Stays("a mask is no tensor")
+        return Read(node, broadcast(dims, tensor(node).shape), reader)
+
+    def _scores(self, node: Any, dims: Dims, reader: fx.Node) -> list[Step]:
+        """Return the steps from the scores back to the product, the last step first."""
+        node = self._version(node, reader)
+        self.form.nodes.append(node)
+        found = product(node)
+        if found is not None:
+            return self._products(node, found, dims)
+        below = before_view(node, dims)
+        if below is not None:
+            return self._scores(source(node), below, node)
+        if is_cast(node) or (is_dropout(node) and dropped(node) == 0.0):
+            return self._scores(source(node), dims, node)
+        called = name(node)
+        step = _STEPS.get(called.rstrip("_"))
+        if step is None:
+            raise Stays(f"its scores pass {called or node.target}")
+        return step(self, node, dims)
+
+    def _products(self, node: fx.Node, found: Product, dims: Dims) -> list[Step]:
+        known = dict(zip(found.labels[2], dims))
+        left, right = operand_dims(found, known)
+        self.form.operands = Read(found.left, left, node), Read(found.right, right, node)
+        summed = [label for label in found.labels[0] if label not in found.labels[2]]
+        self.form.features = [axis for label in summed for axis in known[label]]
+        steps = [_scale_by(found.factor)]
+        if found.term is not None and found.plus:
+            steps.insert(0, self._term(found.term, dims, node, found.plus))
+        return steps
+
+    def _term(self, term: fx.Node, dims: Dims, reader: fx.Node, factor: float) -> Step:
+        read = self._read(term, dims, reader)
+
+        def step(form: Form) -> None:
+            if any(fill.value > -math.inf for fill in form.fills):
+                raise Stays("a term is added to scores that are filled with a finite number")
+            if {axis for dim in read.dims for axis in flat(dim)} & {*flat(form.keys)}:
+                form.terms.append((read, factor))
+            else:
+                form.shifted = True  # all scores of a row, which changes no weight
+
+        return step
+
+    def _either(self, node: fx.Node, dims: Dims) -> tuple[int, list[Step]]:
+        """Return which of two arguments leads to a product, and its steps."""
+        reason = Stays("its scores are no product")
+        for i, x in enumerate((source(node), arg(node, 1, "other"))):
+            if not is_tensor(x) or not tensor(x).dim():
+                continue
+            before = len(self.form.nodes)
+            try:
+                return i, self._scores(x, broadcast(dims, tensor(x).shape), node)
+            except Stays as stays:
+                del self.form.nodes[before:]
+                reason = stays
+        raise reason
+
+
+def _identity(node: Any) -> Any:
+    """Return the node that made a tensor which operations in place have returned."""
+    while name(node).endswith("_") and value(source(node)) is value(node):
+        node = source(node)
+    return node
+
+
+def _follows_softmax(node: Any) -> bool:
+    """Return whether a softmax is among the nodes before a node and after the product before it."""
+    for _ in range(16):
+        if not is_tensor(node) or _softmax(node) is not None:
+            break
+        if product(node) is not None and not _follows_softmax(source(node)):
+            return False
+        node = _chain(node)
+    return is_tensor(node) and _softmax(node) is not None
+
+
+def _softmax(node: fx.Node) -> tuple[Any, Any, list[fx.Node]] | None:
+    """Return (scores, dimension, nodes before the last one) of a softmax, also of exp(x) / sum."""
+    if name(node) in ("softmax", "_softmax"):
+        return source(node), arg(node, 1, "dim"), []
+    if name(node) != "div" or node.kwargs:
+        return None
+    powers, total = node.args[:2]
+    if name(powers) != "exp" or name(total) != "sum" or source(total) is not powers:  # type: ignore[arg-type]
+        return None
+    place = arg(total, 1, "dim")  # type: ignore[arg-type]
+    place = place[0] if isinstance(place, (list, tuple)) and len(place) == 1 else place
+    rank = tensor(powers).dim()
+    if not isinstance(place, int) or tensor(total).dim() != rank:
+        return None
+    return source(powers), place, [total, powers]  # type: ignore[list-item,arg-type]
+
+
+def _chain(node: fx.Node) -> Any:
+    """Return the argument of a node that the scores or the weights pass through."""
+    if name(node) == "where":
+        kept, filled = arg(node, 1, "input"), arg(node, 2, "other")
+        return kept if number(filled) is not None else filled
+    return source(node)
+
+
+# What nodes do to the scores: the steps of a form.
+
+
+def _scale_by(factor: float) -> Step:
+    def step(form: Form) -> None:
+        if form.fills and not factor > 0.0:
+            raise Stays("its filled scores change their sign")
+        for fill in form.fills:
+            fill.value *= factor
+        form.terms = [(term, f * factor) for term, f in form.terms]
+        if form.capped:
+            form.amplitude *= factor
+        else:
+            form.scale *= factor
+
+    return step
+
+
+def _multiply(read: Read, divides: bool) -> Step:
+    def step(form: Form) -> None:
+        if form.capped or form.terms or form.fills:
+            raise Stays("its scores are multiplied by a tensor after a mask or a term")
+        form.tensor_scales.append((read, divides))
+
+    return step
+
+
+def _shift(form: Form) -> None:
+    form.shifted = True
+
+
+def _cap(form: Form) -> None:
+    if form.capped or form.terms or form.fills or form.shifted:
+        raise Stays("a tanh of its scores follows a mask or a term")
+    form.capped = True
+
+
+def _fill_by(fill: Fill) -> Step:
+    return lambda form: form.fills.append(fill)
+
+
+# How the finder passes such nodes: each returns the steps from the node back to the product.
+
+
+def _pass_sum(finder: Finder, node: fx.Node, dims: Dims) -> list[Step]:
+    given = source(node), arg(node, 1, "other")
+    alpha = number(node.kwargs.get("alpha", 1))
+    if alpha is None:
+        raise Stays("a sum of its scores has an unknown alpha")
+    factors = [1.0, -alpha if name(node).startswith("sub") else alpha]
+    if name(node) == "rsub":
+        factors = [-alpha, 1.0]
+    for i in (0, 1):
+        if number(given[i]) is not None:  # which changes no weight
+            steps = finder._scores(given[1 - i], dims, node)
+            return [_shift, _scale_by(factors[1 - i]), *steps]
+    i, steps = finder._either(node, dims)
+    term = finder._term(given[1 - i], dims, node, factors[1 - i])
+    return [term, _scale_by(factors[i]), *steps]
+
+
+def _pass_factor(finder: Finder, node: fx.Node, dims: Dims) -> list[Step]:
+    given, divides = (source(node), arg(node, 1, "other")), name(node).startswith("div")
+    if node.kwargs.get("rounding_mode") is not None or (divides and not is_tensor(given[0])):
+        raise Stays("its scores are rounded, or divide a number")
+    for i in (0, 1):
+        factor = number(given[i])
+        if factor is not None and not (divides and (i == 0 or factor == 0.0)):
+            steps = finder._scores(given[1 - i], dims, node)
+            return [_scale_by(1 / factor if divides else factor), *steps]
+    i, steps = finder._either(node, dims)
+    if divides and i == 1:
+        raise Stays("its scores divide a tensor")
+    return [_multiply(finder._read(given[1 - i], dims, node), divides), *steps]
+
+
+def _pass_fill(finder: Finder, node: fx.Node, dims: Dims) -> list[Step]:
+    return [_fill_by(finder._fill(node, dims)), *finder._scores(_chain(node), dims, node)]
+
+
+def _pass_index(finder: Finder, node: fx.Node, dims: Dims) -> list[Step]:
+    mask, constant = arg(node, 1, "indices"), number(arg(node, 2, "value"))
+    if not is_tensor(mask) or constant is None or tensor(mask).dim() != len(dims):
+        raise Stays("a part of its scores is assigned")
+    fill = Fill(finder._read(mask, dims, node), False, constant)
+    return [_fill_by(fill), *finder._scores(source(node), dims, node)]
+
+
+def _pass_one(step: Step) -> Callable[[Finder, fx.Node, Dims], list[Step]]:
+    return lambda finder, node, dims: [step, *finder._scores(source(node), dims, node)]
+
+
+_STEPS: dict[str, Callable[[Finder, fx.Node, Dims], list[Step]]] = {
+    **dict.fromkeys(("add", "sub", "rsub"), _pass_sum),
+    **dict.fromkeys(("mul", "div"), _pass_factor),
+    **dict.fromkeys(("masked_fill", "where"), _pass_fill),
+    "setitem": _pass_index,
+    "tanh": _pass_one(_cap),
+    "neg": _pass_one(_scale_by(-1.0)),
+}

@@ -1,0 +1,360 @@
+"""Emits the fused op of an attention that `attention` has found."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from fastformer.drop_in.graph.attention import Fill, Finder, Form, Read
+from fastformer.drop_in.graph.axes import (
+    Arranger,
+    Axis,
+    Dims,
+    Product,
+    broadcast,
+    flat,
+    is_permute,
+    is_reshape,
+    operand_dims,
+)
+from fastformer.drop_in.graph.nodes import (
+    Emitter,
+    History,
+    Stays,
+    is_cast,
+    is_tensor,
+    name,
+    same,
+    source,
+    tensor,
+)
+from fastformer.checks import draw_seeds, require_dropout
+from fastformer.ops.dropout import dropout_scale
+from fastformer.ops.functional import scaled_dot_product_attention
+
+_HIDES = -1e3  # a fill above it leaves weights that are not 0
+_LEAST = -1e30  # a bias below it hides a key in the op, which gives zeros if all are hidden
+
+
+class Layout:
+    """Which axes are the batch, the queries, the keys and the features of an attention."""
+
+    def __init__(self, form: Form, weights: Dims, values: Read) -> None:
+        assert form.operands is not None
+        self.keys = flat(form.keys)
+        self.features = flat(form.features)
+        order = [axis for dim in weights for axis in flat(dim)]
+        with_keys = [read for read in form.operands if _axes(read) & {*self.keys}]
+        if len(with_keys) != 1 or not {*self.keys} <= _axes(with_keys[0]):
+            raise Stays("its softmax is over more than the keys")
+        self.k = with_keys[0]
+        self.q = next(read for read in form.operands if read is not self.k)
+        self.v = values
+        self.queries = self._queries(order)
+        self.batch = [axis for axis in order if axis not in self.queries + self.keys]
+        self.values = [x for dim in values.dims for x in flat(dim) if x not in order]
+        for axis in self.batch:
+            if axis in _axes(self.k) and axis not in _axes(self.q) | _axes(self.v):
+                raise Stays("its scores are mixed after the product of queries and keys")
+
+    def _queries(self, order: list[Axis]) -> list[Axis]:
+        others = _axes(self.k) | _axes(self.v)
+        dims = [[axis for axis in flat(dim) if axis in order] for dim in self.q.dims]
+        own = [dim for dim in dims if dim and not others & {*dim}]
+        return max(own, key=lambda dim: order.index(dim[-1])) if own else []
+
+    def groups(self, *last: list[Axis]) -> Dims:
+        """Return one group for each axis of the batch, and these."""
+        return [*[[axis] for axis in self.batch], *last]
+
+
+def _axes(read: Read) -> set[Axis]:
+    return {axis for dim in read.dims for axis in flat(dim)}
+
+
+def fused_attention(history: History, node: fx.Node, found: Product) -> tuple[fx.Node, Form] | None:
+    """Return the fused op in place of a product of weights and values, and what it stands for; None
+    if the product is no such one.
+    """
+    for side in (0, 1):
+        known: dict[Any, list[Axis]] = {}
+        dims = operand_dims(found, known)
+        form = Finder(history).find(found[side], dims[side], node)
+        if form is None:
+            continue
+        summed = {x for label in {*found.labels[0]} - {*found.labels[2]} for x in flat(known[label])}
+        if summed != {*flat(form.keys)}:
+            raise Stays("its weights are multiplied over other dimensions than those of the softmax")
+        if found.term is not None and found.plus:
+            raise Stays("its values are added to a term")
+        form.out_scale *= found.factor
+        layout = Layout(form, dims[side], Read(found[1 - side], dims[1 - side], node))
+        fuser = Fuser(history, node, form, layout)
+        try:
+            out = fuser.fuse()
+            groups = [known[label] for label in found.labels[2]]
+            out = fuser.views.arrange(out, layout.groups(layout.queries, layout.values), groups)
+            if (a := tensor(out)).shape != (b := tensor(node)).shape or a.dtype != b.dtype:
+                raise Stays(f"its result would be {a.dtype} {list(a.shape)}, not {b.dtype}")
+        except BaseException:
+            fuser.emit.undo()
+            raise
+        if form.dropout is not None and fuser.readers:
+            readers = {*fuser.readers}
+            form.dropout.reader.replace_all_uses_with(fuser.kept, readers.__contains__)
+        return out, form
+    return None
+
+
+class Fuser:
+    """Replaces the product of weights and values, `anchor`, by the fused op."""
+
+    def __init__(self, history: History, anchor: fx.Node, form: Form, layout: Layout) -> None:
+        self.history, self.anchor, self.form, self.layout = history, anchor, form, layout
+        self.emit = Emitter(history, anchor)
+        self.views = Arranger(self.emit)
+
+    def fuse(self) -> fx.Node:
+        """Emit the op; return its output, with the axes [batch.., queries, values]."""
+        form, layout = self.form, self.layout
+        self._check()
+        q = self._operand(layout.q, layout.queries, layout.features)
+        k = self._operand(layout.k, layout.keys, layout.features)
+        v = self._operand(layout.v, layout.keys, layout.values)
+        q, k, v = self._one_dtype(q, k, v)
+        for read, divides in form.tensor_scales:
+            q = self._scaled(q, read, divides)
+        bias = self._bias(q)
+        mask, empty = self._mask()
+        shared = self._one_head(q, k, v)
+        lead = [[] if i == shared else [axis] for i, axis in enumerate(layout.batch)]
+        q = self.views.expanded(q, layout.groups(layout.queries, layout.features))
+        k = self.views.expanded(k, [*lead, layout.keys, layout.features])
+        v = self.views.expanded(v, [*lead, layout.keys, layout.values])
+        if empty is not None:  # weights of 1 / Sk
+            q = self.emit("masked_fill", q, empty, 0.0)
+            bias = None if bias is None else self.emit(torch.masked_fill, bias, empty, 0.0)
+        options: dict[str, Any] = dict(attn_mask=mask, bias=bias, dropout_p=form.dropout_p)
+        options = {key: x for key, x in options.items() if x is not None and x != 0.0}
+        self.readers = self._readers_of_dropped()
+        if self.readers:
+            options["dropout_seed"] = self.emit(draw_seeds, 1, tensor(q).device)
+            self.kept = self._dropped_as_by_op(options["dropout_seed"])
+        if form.capped:
+            options["softcap"] = form.amplitude
+            form.scale *= form.amplitude
+        if shared is not None:
+            options["enable_gqa"] = True
+        out = self.emit(scaled_dot_product_attention, q, k, v, scale=form.scale, **options)
+        return out if form.out_scale == 1.0 else self.emit("mul", out, form.out_scale)
+
+    def _check(self) -> None:
+        form, history = self.form, self.history
+        if not history.is_one_region([*form.nodes, self.anchor]):
+            raise Stays("a region of autocast or no_grad begins or ends within it")
+        reads = [self.layout.q, self.layout.k, self.layout.v, *(read for read, _ in form.tensor_scales)]
+        reads += [read for read, _ in form.terms] + [fill.mask for fill in form.fills]
+        for read in reads:
+            if history.writers(read.node, read.reader, self.anchor) or history.written_after(
+                read.node, read.reader
+            ):
+                raise Stays("one of the tensors that it reads is changed in place later")
+        if form.dropout_p >= 1.0 or (form.capped and not form.amplitude > 0.0):
+            raise Stays("all its weights are dropped, or its softcap is negative")
+
+    def _operand(self, read: Read, sequence: list[Axis], features: list[Axis]) -> fx.Node:
+        return self.views.arrange(read.node, read.dims, self.layout.groups(sequence, features))
+
+    def _one_dtype(self, q: fx.Node, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Return query, key and value, without a cast to float32 before the scores: the op computes
+        them in float32.
+        """
+        layout = self.layout
+        scores, dtype = tensor(layout.q.reader).dtype, tensor(self.anchor).dtype
+        if scores == dtype:
+            return q, k, v
+        widened = torch.promote_types(scores, dtype) == scores
+        if not (widened and _was(layout.q.node, dtype) and _was(layout.k.node, dtype)):
+            raise Stays("its two products have different dtypes")
+        return self.emit("to", q, dtype), self.emit("to", k, dtype), v
+
+    def _scaled(self, q: fx.Node, read: Read, divides: bool) -> fx.Node:
+        if _axes(read) & {*self.layout.keys}:
+            raise Stays("its scores are multiplied by a tensor of the keys")
+        factor = self.views.arrange(read.node, read.dims, self.layout.groups(self.layout.queries, []))
+        scaled = self.emit(torch.div if divides else torch.mul, q, factor)
+        dtype = tensor(q).dtype
+        return scaled if tensor(scaled).dtype == dtype else self.emit("to", scaled, dtype)
+
+    def _one_head(self, *given: fx.Node) -> int | None:
+        """Return the axis that is heads, if all heads share one key and value."""
+        place, (q, k, v) = len(self.layout.batch) - 1, map(tensor, given)
+        if place != 1 or same(q.shape[1], 1) or not (same(k.shape[1], 1) and same(v.shape[1], 1)):
+            return None
+        return place
+
+    def _readers_of_dropped(self) -> list[fx.Node]:
+        """Return the readers of the dropped weights that are no part of the attention."""
+        form = self.form
+        if form.dropout is None:
+            return []
+        after = form.nodes[: form.nodes.index(form.dropout.reader) + 1]
+        readers = {user for x in after for user in x.users} - {*form.nodes, self.anchor}
+        late = all(user > self.anchor for user in readers)
+        if readers and not (late and readers <= form.dropout.reader.users.keys()):
+            raise Stays("its dropped weights are read before the values")
+        return [*readers]
+
+    def _dropped_as_by_op(self, seed: fx.Node) -> fx.Node:
+        """Emit the weights as the op drops them with this seed."""
+        layout, weights = self.layout, self.form.dropout
+        p = require_dropout("dropout_p", self.form.dropout_p)
+        assert weights is not None
+        groups = layout.groups(layout.queries, layout.keys)
+        sizes = [math.prod(axis.size for axis in group) for group in groups]
+        shape = [self.views.size(n) for n in (math.prod(sizes[:-2]), *sizes[-2:])]
+        drop = self.emit(torch.ops.fastformer.dropped, seed, *shape, p, 0, 0)
+        drop = self.emit("view", drop, *self.views.sizes(sizes))
+        drop = self.views.arrange(drop, groups, weights.dims)
+        kept = self.emit(torch.masked_fill, weights.node, drop, 0.0)
+        return self.emit(torch.mul, kept, dropout_scale(p))
+
+    # Masks and terms have one dimension for each axis, until they are merged.
+
+    def _fine(self, read: Read) -> fx.Node:
+        layout = self.layout
+        axes = layout.batch + layout.queries + layout.keys
+        return self.views.arrange(read.node, read.dims, [[axis] for axis in axes])
+
+    def _merged(self, node: fx.Node) -> fx.Node:
+        """Return a tensor with one dimension for the queries and one for the keys."""
+        layout = self.layout
+        n = len(layout.batch)
+        if len(layout.queries) == len(layout.keys) == 1:
+            return node
+        shape = tensor(node).shape
+        full: list[Any] = [*shape[:n]]
+        merged: list[Any] = [*shape[:n]]
+        at = n
+        for axes in (layout.queries, layout.keys):
+            own = [*shape[at : at + len(axes)]]
+            at += len(axes)
+            if all(same(m, 1) for m in own):
+                full, merged = full + own, [*merged, 1]
+            else:
+                full += [axis.size for axis in axes]
+                merged.append(math.prod(axis.size for axis in axes))
+        if not all(map(same, full, shape)):
+            node = self.emit("expand", node, *map(self.views.size, full))
+        return self.emit("reshape", node, *self.views.sizes(merged))
+
+    def _bias(self, q: fx.Node) -> fx.Node | None:
+        total: fx.Node | None = None
+        for read, factor in self.form.terms:
+            for part in _summands(read):
+                node = self._fine(part)
+                if tensor(node).dtype not in (torch.float32, tensor(q).dtype):
+                    node = self.emit("to", node, torch.float32)
+                node = node if factor == 1.0 else self.emit(torch.mul, node, factor)
+                node = self._bounded(node)
+                total = node if total is None else self.emit(torch.add, total, node)
+        if total is not None and tensor(total).dtype not in (torch.float32, tensor(q).dtype):
+            total = self.emit("to", total, torch.float32)
+        return None if total is None else self._merged(total)
+
+    def _bounded(self, node: fx.Node) -> fx.Node:
+        """Return a term in which -inf alone hides a key, and finfo.min is a large number: if all
+        keys of a row have it, the weights are those of a row without it.
+        """
+        x = tensor(node)
+        if x.requires_grad or x.dtype is torch.float16:
+            return node
+        least = self.emit(torch.lt, node, _LEAST)
+        finite = self.emit(torch.gt, node, -math.inf)
+        both = self.emit(torch.logical_and, least, finite)
+        return self.emit(torch.masked_fill, node, both, _LEAST)
+
+    def _mask(self) -> tuple[fx.Node | None, fx.Node | None]:
+        """Return the mask, and the rows whose weights are all equal, because one number has filled
+        all their scores.
+        """
+        form = self.form
+        cleared = [fill for fill in form.fills if any(_alike(fill, x) for x in form.zeros)]
+        if any(not any(_alike(fill, x) for fill in form.fills) for x in form.zeros):
+            raise Stays("weights are set to 0 that the softmax has not hidden")
+        for fill in form.fills:
+            if not fill.value <= _HIDES:
+                raise Stays(f"its scores are filled with {fill.value:g}, which hides no key")
+        soft = [fill for fill in form.fills if fill.value > -math.inf]
+        hard = [fill for fill in form.fills if fill not in soft]
+        if len({fill.value for fill in soft}) > 1:
+            raise Stays("its masks fill with two numbers")
+        if hard and soft and form.fills.index(hard[0]) < form.fills.index(soft[-1]):
+            raise Stays("a mask fills with a finite number after -inf")
+        visible = self._all(hard + soft)
+        if visible is None or all(fill in cleared for fill in soft):
+            return visible, None
+        seen = self.emit(torch.any, visible, -1, keepdim=True)
+        empty = self.emit(torch.logical_not, seen)
+        others = self._all(hard)
+        shown = empty if others is None else self.emit(torch.logical_and, empty, others)
+        return self.emit(torch.logical_or, visible, shown), empty
+
+    def _all(self, fills: list[Fill]) -> fx.Node | None:
+        result: fx.Node | None = None
+        for fill in fills:
+            node = self._fine(fill.mask)
+            if tensor(node).dtype is not torch.bool:
+                raise Stays("a mask is not boolean")
+            node = node if fill.keeps else self._negated(node)
+            result = node if result is None else self.emit(torch.logical_and, result, node)
+        return None if result is None else self._merged(result)
+
+    def _negated(self, node: fx.Node) -> fx.Node:
+        return self.emit(torch.logical_not, node)
+
+
+def _was(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Return whether a tensor only casts one of this dtype."""
+    while tensor(node).dtype != dtype and (is_cast(node) or is_permute(node) or is_reshape(node)):
+        node = source(node)
+    return tensor(node).dtype == dtype
+
+
+def _summands(read: Read) -> list[Read]:
+    """Return the terms of a sum of a term with a gradient and one without, else the term."""
+    node = read.node
+    if name(node) != "add" or node.kwargs or not tensor(node).requires_grad:
+        return [read]
+    given = node.args[:2]
+    if not all(map(is_tensor, given)) or all(tensor(x).requires_grad for x in given):
+        return [read]
+    return [Read(x, broadcast(read.dims, tensor(x).shape), read.reader) for x in given]  # type: ignore
+
+
+def _alike(a: Fill, b: Fill) -> bool:
+    return a.keeps == b.keeps and equal(a.mask.node, b.mask.node)
+
+
+_RANDOM = ("rand", "bernoulli", "dropout", "normal", "multinomial", "empty")
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Return whether two nodes are one, or the same function of equal arguments."""
+    if a is b:
+        return True
+    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+        alike = a.op == b.op and a.target == b.target and a.op.startswith("call")
+        if not alike or not name(a) or any(x in name(a) for x in _RANDOM):
+            return False
+        return equal(list(a.args), list(b.args)) and equal(dict(a.kwargs), dict(b.kwargs))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    return bool(a == b)

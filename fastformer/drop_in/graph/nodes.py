@@ -1,0 +1,323 @@
+"""What the nodes of a graph of torch's functions compute, read and write.
+
+Dynamo gives each node the fake tensor that it returns, in `meta["example_value"]`. Fake tensors share
+storage as the real ones will, so aliases are known exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+
+class Stays(Exception):
+    """A part of the graph stays as it is, for this reason."""
+
+
+_NAMES = {
+    "truediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "negative": "neg",
+    "iadd": "add_",
+    "isub": "sub_",
+    "imul": "mul_",
+    "itruediv": "div_",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "special_softmax": "softmax",
+    "square_": "pow_",
+}
+_CASTS = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
+_SAME = {"contiguous", "clone", "alias", "view_as", "identity", "positive"}
+# What begins or ends a region in which torch's functions compute in another way.
+_REGIONS = ("enter_autocast", "exit_autocast", "set_grad_enabled", "enter_inference_mode")
+
+
+@functools.cache
+def _name_of(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1] if target.namespace == "aten" else ""
+    module = getattr(target, "__module__", None) or "torch"
+    if module.split(".")[0] not in ("torch", "_operator", "builtins", "math"):
+        return ""
+    return getattr(target, "__name__", "")
+
+
+def name(node: Any) -> str:
+    """Return the name of torch's function, the same for a method, an operator and a function; that
+    of an operation in place ends with _. The name of anything else is empty.
+    """
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    found = _name_of(node.target)
+    if found == "getattr":
+        return str(node.args[1])
+    if found.startswith("__") and found.endswith("__"):
+        found = found[2:-2]
+    return _NAMES.get(found, found)
+
+
+def value(x: Any) -> Any:
+    """Return the fake value of a node, or what is no node as it is."""
+    return x.meta.get("example_value") if isinstance(x, fx.Node) else x
+
+
+def tensor(x: Any) -> Tensor:
+    """Return the fake tensor of a node. Raises Stays if it has none."""
+    found = value(x)
+    if type(found) not in (FakeTensor, Tensor, torch.nn.Parameter):
+        raise Stays("a value in it is no plain tensor")
+    return found
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, fx.Node) and isinstance(value(x), Tensor)
+
+
+def arg(node: fx.Node, place: int, key: str, default: Any = None) -> Any:
+    """Return the argument of a node at this place or of this name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(key, default)
+
+
+def source(node: fx.Node) -> Any:
+    """Return the first argument."""
+    found = arg(node, 0, "input")
+    return node.kwargs.get("self") if found is None else found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two sizes are known to be equal."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return a == b if type(a) is type(b) is int else statically_known_true(a == b)
+
+
+def number(x: Any) -> float | None:
+    """Return the value of a number, or of a tensor of one element that is a constant."""
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
+        return float(x)
+    if isinstance(x, fx.Node) and isinstance(value(x), torch.SymFloat):
+        symbol = value(x).node.expr
+        return float(value(x)) if symbol.is_Symbol or symbol.is_number else None
+    return uniform(x) if is_tensor(x) else None
+
+
+_FILLS = {
+    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), 0),
+    **dict.fromkeys(("full", "full_like", "new_full"), 1),
+}
+_MATHS: dict[str, Callable[..., float]] = {
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "add": operator.add,
+    "sub": operator.sub,
+    "neg": operator.neg,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "pow": operator.pow,
+    "reciprocal": lambda x: 1 / x,
+}
+
+
+def uniform(node: fx.Node) -> float | None:
+    """Return the number in all elements of a tensor, if the graph makes it of a constant."""
+    called = name(node)
+    if called in _FILLS:
+        given = node.args[-1] if called == "new_full" else arg(node, _FILLS[called], "fill_value")
+        if given is None:
+            given = node.kwargs.get("data")
+        if called == "new_full":
+            given = arg(node, 2, "fill_value")
+        return None if isinstance(given, (fx.Node, list, tuple)) else number(given)
+    for prefix, constant in (("zeros", 0.0), ("ones", 1.0), ("new_zeros", 0.0), ("new_ones", 1.0)):
+        if called in (prefix, prefix + "_like"):
+            return constant
+    if called in _CASTS or called in _SAME or called in ("expand", "reshape", "view"):
+        return number(source(node))
+    if called in _MATHS and not node.kwargs:
+        given = [number(x) for x in node.args]
+        if None not in given:
+            try:
+                return float(_MATHS[called](*given))
+            except (ArithmeticError, ValueError, TypeError):
+                return None
+    return None
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Return whether a node only changes the dtype or the memory order of its first argument."""
+    called = name(node)
+    if called not in _CASTS and called not in _SAME:
+        return False
+    given = source(node)
+    return is_tensor(given) and tensor(given).is_floating_point() and tensor(node).is_floating_point()
+
+
+def is_dropout(node: fx.Node) -> bool:
+    return name(node) in ("dropout", "dropout_")
+
+
+def dropped(node: fx.Node) -> float:
+    """Return the probability of a dropout, 0 if it is off."""
+    p = number(arg(node, 1, "p", 0.5))
+    if p is None:
+        raise Stays("the probability of the dropout is no number")
+    training = arg(node, 2, "training", True)
+    if isinstance(training, fx.Node):
+        raise Stays("whether the dropout is on is not known")
+    return p if training else 0.0
+
+
+@functools.cache
+def _inplace_argument(target: Any) -> int | None:
+    if isinstance(target, str) or not inspect.isfunction(target):
+        return None
+    try:
+        names = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def written(node: fx.Node) -> list[Any]:
+    """Return the arguments whose elements a node may change."""
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return []
+    called, target = name(node), node.target
+    if isinstance(target, torch._ops.OpOverload):
+        given = target._schema.arguments
+        places = [i for i, a in enumerate(given) if a.alias_info and a.alias_info.is_write]
+        return [arg(node, i, given[i].name) for i in places]
+    foreign = not called or (isinstance(target, torch._ops.OpOverloadPacket) and not _is_aten(target))
+    if foreign or node.op == "call_module":  # what is not torch's may write anything
+        return [] if _reads_only(target) else [*node.all_input_nodes]
+    found = [node.kwargs["out"]] if "out" in node.kwargs else []
+    if called.endswith("_") or called in ("setitem", "delitem"):
+        found.append(source(node))
+    if called in ("batch_norm", "instance_norm"):
+        found += node.args[1:3]
+    place = _inplace_argument(target)
+    if place is not None and arg(node, place, "inplace", False):
+        found.append(source(node))
+    return found
+
+
+def _is_aten(target: Any) -> bool:
+    return target._qualified_op_name.startswith("aten::")
+
+
+def _reads_only(target: Any) -> bool:
+    return getattr(target, "__module__", "").split(".")[0] in ("einops", "fastformer")
+
+
+class History:
+    """Which tensors of a graph share memory, and when it is written."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self._writers: dict[int, list[fx.Node]] = {}
+        self._members: dict[int, list[fx.Node]] = {}
+        self._inputs: set[int] = set()
+        self._regions: list[fx.Node] = []
+        for node in graph.nodes:
+            self.add(node)
+
+    def add(self, node: fx.Node) -> None:
+        for memory in _memory(node):
+            self._members.setdefault(memory, []).append(node)
+        if node.op == "placeholder" and not isinstance(value(node), torch.nn.Parameter):
+            self._inputs |= _memory(node)
+        if name(node).strip("_") in _REGIONS:
+            self._regions.append(node)
+        for x in written(node):
+            for memory in _memory(x):
+                self._writers.setdefault(memory, []).append(node)
+
+    def writers(self, node: Any, start: fx.Node, end: fx.Node) -> list[fx.Node]:
+        """Return the nodes between these two that may write the memory of a node, in their order."""
+        memory = _memory(node)
+        if memory & self._inputs:  # two inputs of a model may share memory
+            memory = memory | (self._inputs & self._writers.keys())
+        found = {w for m in memory for w in self._writers.get(m, ()) if not w._erased}
+        return sorted(w for w in found if start < w < end)
+
+    def written_after(self, node: Any, start: fx.Node) -> bool:
+        """Return whether a node after this one writes the memory of a tensor. The backward may read
+        what a fused op has read.
+        """
+        found = (w for m in _memory(node) for w in self._writers.get(m, ()))
+        return any(w > start and not w._erased for w in found)
+
+    def aliases(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes that share memory with a node."""
+        found = [x for memory in _memory(node) for x in self._members[memory]]
+        return [x for x in found if not x._erased]
+
+    def is_one_region(self, nodes: list[fx.Node]) -> bool:
+        """Return whether torch's functions compute in the same way in all of these nodes."""
+        return not any(min(nodes) < region < max(nodes) for region in self._regions)
+
+    def region(self, anchor: fx.Node) -> ExitStack:
+        """Return a context in which torch's functions compute as at this node."""
+        entered: list[fx.Node] = []
+        for node in self._regions:
+            if name(node) == "_enter_autocast" and node < anchor:
+                entered.append(node)
+            elif name(node) == "_exit_autocast" and node < anchor and node.args[0] in entered:
+                entered.remove(node.args[0])  # type: ignore[arg-type]
+        context = ExitStack()
+        for node in entered:
+            kind, dtype, enabled, cache = node.args
+            context.enter_context(torch.autocast(kind, dtype, enabled, cache))  # type: ignore[arg-type]
+        return context
+
+
+def _memory(x: Any) -> set[int]:
+    leaves = tree_leaves(value(x))
+    return {t.untyped_storage()._cdata for t in leaves if isinstance(t, Tensor) and not t.is_sparse}
+
+
+class Emitter:
+    """Adds nodes in front of a node, with the fake tensors that they return."""
+
+    def __init__(self, history: History, anchor: fx.Node) -> None:
+        self.history, self.anchor = history, anchor
+        self.added: list[fx.Node] = []
+        fakes = (value(n) for n in (anchor, *anchor.all_input_nodes))
+        self._mode = next(x.fake_mode for x in fakes if isinstance(x, FakeTensor))
+
+    def __call__(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+        graph = self.history.graph
+        with graph.inserting_before(self.anchor):
+            method = isinstance(target, str)
+            add = graph.call_method if method else graph.call_function
+            node = add(target, args, kwargs)
+        self.added.append(node)
+        node.meta["stack_trace"] = self.anchor.meta.get("stack_trace", "")
+        given, options = fx.map_arg((args, kwargs), value)
+        with self._mode, self.history.region(self.anchor):
+            call = getattr(given[0], target) if method else target
+            node.meta["example_value"] = call(*given[method:], **options)
+        self.history.add(node)
+        return node
+
+    def undo(self) -> None:
+        """Remove the nodes that nobody reads."""
+        for node in reversed(self.added):
+            if not node.users:
+                self.history.graph.erase_node(node)

@@ -1,0 +1,148 @@
+"""Rewrites a graph of torch's functions: puts fastformer's ops in place of what they compute."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, fx
+
+from fastformer.drop_in.graph.axes import product
+from fastformer.drop_in.graph.fused_attention import fused_attention
+from fastformer.drop_in.graph.nodes import History, Stays, name, value, written
+from fastformer.drop_in.graph.rows import Match, feed_forward, loss, norm
+from fastformer.drop_in.graph.torch_functions import attention_of_torch
+
+KINDS = ("attention", "norm", "feed_forward", "loss")
+
+
+class Place(NamedTuple):
+    """What became of a part of a graph: its kind, the op that replaces it or "", the reason why it
+    stays or "", and the line of the model's code.
+    """
+
+    kind: str
+    op: str
+    reason: str
+    line: str
+
+
+@dataclass
+class Rewriting:
+    """What the rewriter did to the graphs that it was given."""
+
+    places: list[Place] = field(default_factory=list)
+
+    def fused(self) -> Counter[str]:
+        """Return how often each op was put into a graph."""
+        return Counter(place.op for place in self.places if place.op)
+
+    def stays(self) -> list[Place]:
+        """Return what stays."""
+        return [place for place in self.places if not place.op]
+
+
+_recording: list[Rewriting] = []
+
+
+@contextmanager
+def recording() -> Iterator[Rewriting]:
+    """A context that records what the rewriter does."""
+    _recording.append(Rewriting())
+    try:
+        yield _recording[-1]
+    finally:
+        _recording.pop()
+
+
+def _record(kind: str, op: str, reason: str, node: fx.Node) -> None:
+    for rewriting in _recording:
+        rewriting.places.append(Place(kind, op, reason, _line(node)))
+
+
+def _line(node: fx.Node) -> str:
+    """Return the line of code that a node comes from, as file:line."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(found[-1]) if found else ""
+
+
+def _attention(history: History, node: fx.Node) -> Match | None:
+    op = "scaled_dot_product_attention"
+    new = attention_of_torch(history, node)
+    if new is not None:
+        return op, new, []
+    found = product(node)
+    result = None if found is None else fused_attention(history, node, found)
+    return None if result is None else (op, result[0], result[1].nodes)
+
+
+_MATCHERS: tuple[tuple[str, Callable[[History, fx.Node], Match | None]], ...] = (
+    ("attention", _attention),
+    ("norm", norm),
+    ("feed_forward", feed_forward),
+    ("loss", loss),
+)
+
+
+def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
+    """Replace parts of a graph of Dynamo, in place. kinds: which ones, of `KINDS`."""
+    history = History(graph)
+    for node in reversed(list(graph.nodes)):  # a norm by hand: its last node first
+        for kind, match in _MATCHERS:
+            if kind not in kinds or node._erased:
+                continue
+            try:
+                found = match(history, node)
+            except Stays as reason:
+                _record(kind, "", str(reason), node)
+                continue
+            if found is None:
+                continue
+            op, new, pattern = found
+            _record(kind, op, "", node)
+            _replace(history, node, new, pattern)
+    graph.lint()
+
+
+def _replace(history: History, node: fx.Node, new: fx.Node, pattern: list[fx.Node]) -> None:
+    if new is not node:
+        _let_views_copy(history, node, new)
+        node.replace_all_uses_with(new)
+    for old in sorted({node, *pattern}, reverse=True):
+        _erase(history, old)
+
+
+def _let_views_copy(history: History, node: fx.Node, new: fx.Node) -> None:
+    """Turn the views of a tensor into reshapes, if its strides change."""
+    strides = [x.stride() if isinstance(x, Tensor) else () for x in (value(node), value(new))]
+    if strides[0] == strides[1]:
+        return
+    for alias in history.aliases(node):
+        if name(alias) == "view" and alias.op == "call_method":
+            alias.target = "reshape"
+
+
+def _erase(history: History, node: fx.Node) -> None:
+    """Remove a node that nobody reads, and what is then read by nobody."""
+    if node._erased or node.users or not _may_go(history, node):
+        return
+    before = node.all_input_nodes
+    history.graph.erase_node(node)
+    for x in before:
+        if name(x) and not x.users and not written(x):
+            _erase(history, x)
+
+
+def _may_go(history: History, node: fx.Node) -> bool:
+    """Return whether nobody reads what a node writes."""
+    if node.op == "placeholder" or node.op == "get_attr":
+        return False
+    for x in written(node):
+        for alias in history.aliases(x):
+            if any(user > node for user in alias.users) or alias.op == "placeholder":
+                return False
+    return True

@@ -1,6 +1,7 @@
 """The standard Transformer on fused Triton kernels, with a PyTorch reference for every op."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fastformer._version import __version__
 
@@ -74,6 +75,26 @@ from fastformer.training.training import (
 from fastformer.tuning import Tuning, tune
 from fastformer.warming import warm_up
 
+if TYPE_CHECKING:
+    from fastformer.drop_in.graph.compile import (
+        InductorPass,
+        dynamo_backend,
+        dynamo_backend_eager,
+        fusing,
+        inductor_pass,
+    )
+
+_OF_COMPILE = {"InductorPass", "dynamo_backend", "dynamo_backend_eager", "fusing", "inductor_pass"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_COMPILE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fastformer.drop_in.graph import compile  # imports a part of dynamo
+
+    return getattr(compile, name)
+
+
 __all__ = [
     "Batch",
     "BlockMask",
@@ -89,6 +110,7 @@ __all__ = [
     "Fitted",
     "Generator",
     "Hypotheses",
+    "InductorPass",
     "KVCache",
     "LabelSmoothing",
     "LanguageModel",
@@ -115,13 +137,17 @@ __all__ = [
     "current_backend",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
+    "dynamo_backend",
+    "dynamo_backend_eager",
     "embed",
     "explain",
     "feed_forward",
     "fit",
+    "fusing",
     "gated_activation",
     "geglu",
     "greedy_decode",
+    "inductor_pass",
     "layer_norm",
     "linear_cross_entropy",
     "linear_kl_div",

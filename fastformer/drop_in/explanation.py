@@ -36,7 +36,12 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     fastest, or if the module's own forward ran. The rows name fastformer's ops,
     the torch modules that `accelerate` would replace, direct calls of
     F.scaled_dot_product_attention, and, by their class, the modules in which a softmax ran between
-    two products, and the attention layers of a Hugging Face model in which none of these ran. For a
+    two products, and the attention layers of a Hugging Face model in which none of these ran.
+
+    For a model that torch.compile compiles with `inductor_pass`, `fusing` or one of the backends of
+    fastformer, the rows are those of its graphs: the ops in them, each with the line of the model's
+    code that it replaces; what stays, why, and its line; and where Dynamo breaks the graph, which
+    costs a return to Python. The graphs are rewritten anew and run without inductor. For another
     compiled model, the original model runs.
 
     Raises:
@@ -49,6 +54,12 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
         require_instance("target", target, str, "the name of an op, or an nn.Module")
         return backends.explain(target, *args, **kwargs)
     model = getattr(target, "_orig_mod", target)
+    if model is not target:
+        from fastformer.drop_in.graph.explained import explain_compiled, kinds_of  # imports dynamo
+
+        kinds = kinds_of(target)
+        if kinds is not None:
+            return Explanation(tuple(explain_compiled(model, kinds, *args, **kwargs)))
     recorder = _Recorder(model)
     with recorder.recording():
         model(*args, **kwargs)

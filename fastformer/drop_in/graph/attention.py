@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from fastformer.drop_in.graph.axes import (

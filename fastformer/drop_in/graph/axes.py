@@ -1,7 +1,7 @@
-"""The axes of scores and weights, through views and products: which dimension of a tensor is which.
+"""The axes of scores and weights: which dimension of a tensor is which, through views and products.
 
-A dimension is a list of axes: of none if its size is 1, of several if a view has merged them. A view
-that splits a dimension splits its axis, wherever it occurs.
+A dimension is a list of axes: of none if its size is 1, of several if a view has merged them. A
+view that splits a dimension splits its axis, wherever it occurs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _taken(rest: list[Axis], size: Any) -> list[Axis]:
     return taken
 
 
-_RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel", "unsafe_view"}
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 _PERMUTES = {"transpose", "permute", "movedim", "moveaxis", "t", "T", "mT"}
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
@@ -127,8 +127,8 @@ def broadcast(dims: Dims, shape: Any) -> Dims:
 
 
 class Product(NamedTuple):
-    """left @ right, with a label for each dimension. The product is `factor` times that, plus `plus`
-    times `term` if there is a term.
+    """left @ right, with a label for each dimension. The product is `factor` times that, plus
+    `plus` times `term` if there is a term.
     """
 
     left: fx.Node
@@ -222,8 +222,8 @@ class Arranger:
         self.emit = emit
 
     def arrange(self, node: fx.Node, dims: Dims, groups: Dims) -> fx.Node:
-        """Return a node with one dimension for each group of axes, of size 1 if it has none of them.
-        It has all axes of a group, or none.
+        """Return a node with one dimension for each group of axes: it has all of them, or none,
+        and then the size 1.
         """
         node, dims = _unpermuted(node, dims, groups)
         here = flat([axis for dim in dims for axis in dim])
@@ -245,7 +245,7 @@ class Arranger:
         return self.emit("reshape", node, *self.sizes([_size(group) for group in groups]))
 
     def expanded(self, node: fx.Node, groups: Dims) -> fx.Node:
-        """Expand the dimensions of size 1 to the sizes of these groups, each of which may be empty."""
+        """Expand the dimensions of size 1 to the sizes of these groups, which may be empty."""
         shape = [_size(flat(group)) for group in groups]
         given = tensor(node).shape
         if all(map(same, given, shape)):
@@ -256,7 +256,8 @@ class Arranger:
     def sizes(self, shape: list[Any]) -> list[Any]:
         """Return a shape as arguments of a node; one unknown size may be -1."""
         unknown = [n for n in shape if not isinstance(n, int)]
-        return [n if isinstance(n, int) else -1 if len(unknown) == 1 else self.size(n) for n in shape]
+        known = (n if isinstance(n, int) or len(unknown) > 1 else -1 for n in shape)
+        return [self.size(n) for n in known]
 
     def size(self, n: Any) -> Any:
         """Return a number, or a node that has a symbolic size."""

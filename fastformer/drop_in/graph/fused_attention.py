@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fastformer.checks import draw_seeds, require_dropout
 from fastformer.drop_in.graph.attention import Fill, Finder, Form, Read
 from fastformer.drop_in.graph.axes import (
     Arranger,
@@ -31,7 +32,6 @@ from fastformer.drop_in.graph.nodes import (
     source,
     tensor,
 )
-from fastformer.checks import draw_seeds, require_dropout
 from fastformer.ops.dropout import dropout_scale
 from fastformer.ops.functional import scaled_dot_product_attention
 
@@ -82,26 +82,23 @@ def fused_attention(history: History, node: fx.Node, found: Product) -> tuple[fx
     for side in (0, 1):
         known: dict[Any, list[Axis]] = {}
         dims = operand_dims(found, known)
-        form = Finder(history).find(found[side], dims[side], node)
+        operands = found.left, found.right
+        form = Finder(history).find(operands[side], dims[side], node)
         if form is None:
             continue
-        summed = {x for label in {*found.labels[0]} - {*found.labels[2]} for x in flat(known[label])}
-        if summed != {*flat(form.keys)}:
-            raise Stays("its weights are multiplied over other dimensions than those of the softmax")
+        labels = {*found.labels[0]} - {*found.labels[2]}
+        if {x for label in labels for x in flat(known[label])} != {*flat(form.keys)}:
+            raise Stays("its values are summed over other dimensions than those of the softmax")
         if found.term is not None and found.plus:
             raise Stays("its values are added to a term")
         form.out_scale *= found.factor
-        layout = Layout(form, dims[side], Read(found[1 - side], dims[1 - side], node))
+        layout = Layout(form, dims[side], Read(operands[1 - side], dims[1 - side], node))
         fuser = Fuser(history, node, form, layout)
-        try:
-            out = fuser.fuse()
-            groups = [known[label] for label in found.labels[2]]
-            out = fuser.views.arrange(out, layout.groups(layout.queries, layout.values), groups)
-            if (a := tensor(out)).shape != (b := tensor(node)).shape or a.dtype != b.dtype:
-                raise Stays(f"its result would be {a.dtype} {list(a.shape)}, not {b.dtype}")
-        except BaseException:
-            fuser.emit.undo()
-            raise
+        out = fuser.fuse()
+        groups = [known[label] for label in found.labels[2]]
+        out = fuser.views.arrange(out, layout.groups(layout.queries, layout.values), groups)
+        if (a := tensor(out)).shape != (b := tensor(node)).shape or a.dtype != b.dtype:
+            raise Stays(f"its result would be {a.dtype} {list(a.shape)}, not {b.dtype}")
         if form.dropout is not None and fuser.readers:
             readers = {*fuser.readers}
             form.dropout.reader.replace_all_uses_with(fuser.kept, readers.__contains__)
@@ -155,8 +152,8 @@ class Fuser:
         form, history = self.form, self.history
         if not history.is_one_region([*form.nodes, self.anchor]):
             raise Stays("a region of autocast or no_grad begins or ends within it")
-        reads = [self.layout.q, self.layout.k, self.layout.v, *(read for read, _ in form.tensor_scales)]
-        reads += [read for read, _ in form.terms] + [fill.mask for fill in form.fills]
+        reads = [self.layout.q, self.layout.k, self.layout.v, *(fill.mask for fill in form.fills)]
+        reads += [read for read, _ in (*form.tensor_scales, *form.terms)]
         for read in reads:
             if history.writers(read.node, read.reader, self.anchor) or history.written_after(
                 read.node, read.reader
@@ -184,7 +181,8 @@ class Fuser:
     def _scaled(self, q: fx.Node, read: Read, divides: bool) -> fx.Node:
         if _axes(read) & {*self.layout.keys}:
             raise Stays("its scores are multiplied by a tensor of the keys")
-        factor = self.views.arrange(read.node, read.dims, self.layout.groups(self.layout.queries, []))
+        groups = self.layout.groups(self.layout.queries, [])
+        factor = self.views.arrange(read.node, read.dims, groups)
         scaled = self.emit(torch.div if divides else torch.mul, q, factor)
         dtype = tensor(q).dtype
         return scaled if tensor(scaled).dtype == dtype else self.emit("to", scaled, dtype)

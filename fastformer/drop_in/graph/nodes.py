@@ -1,7 +1,7 @@
 """What the nodes of a graph of torch's functions compute, read and write.
 
-Dynamo gives each node the fake tensor that it returns, in `meta["example_value"]`. Fake tensors share
-storage as the real ones will, so aliases are known exactly.
+Dynamo gives each node the fake tensor that it returns, in `meta["example_value"]`. Fake tensors
+share storage as the real ones will, so aliases are known exactly.
 """
 
 from __future__ import annotations
@@ -89,6 +89,14 @@ def is_tensor(x: Any) -> bool:
     return isinstance(x, fx.Node) and isinstance(value(x), Tensor)
 
 
+def is_like(x: Any, node: fx.Node) -> bool:
+    """Return whether x is a tensor of the same shape and dtype."""
+    if not is_tensor(x):
+        return False
+    a, b = tensor(x), tensor(node)
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
 def arg(node: fx.Node, place: int, key: str, default: Any = None) -> Any:
     """Return the argument of a node at this place or of this name."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(key, default)
@@ -165,7 +173,7 @@ def is_cast(node: fx.Node) -> bool:
     if called not in _CASTS and called not in _SAME:
         return False
     given = source(node)
-    return is_tensor(given) and tensor(given).is_floating_point() and tensor(node).is_floating_point()
+    return is_tensor(given) and all(tensor(x).is_floating_point() for x in (given, node))
 
 
 def is_dropout(node: fx.Node) -> bool:
@@ -199,11 +207,14 @@ def written(node: fx.Node) -> list[Any]:
     if node.op not in ("call_function", "call_method", "call_module"):
         return []
     called, target = name(node), node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return [*node.all_input_nodes] if any(map(_writes_inputs, _regions_of(node))) else []
     if isinstance(target, torch._ops.OpOverload):
         given = target._schema.arguments
         places = [i for i, a in enumerate(given) if a.alias_info and a.alias_info.is_write]
         return [arg(node, i, given[i].name) for i in places]
-    foreign = not called or (isinstance(target, torch._ops.OpOverloadPacket) and not _is_aten(target))
+    packet = isinstance(target, torch._ops.OpOverloadPacket)
+    foreign = not called or (packet and not _is_aten(target))
     if foreign or node.op == "call_module":  # what is not torch's may write anything
         return [] if _reads_only(target) else [*node.all_input_nodes]
     found = [node.kwargs["out"]] if "out" in node.kwargs else []
@@ -215,6 +226,21 @@ def written(node: fx.Node) -> list[Any]:
     if place is not None and arg(node, place, "inplace", False):
         found.append(source(node))
     return found
+
+
+def _regions_of(node: fx.Node) -> list[fx.Graph]:
+    """Return the graphs that a higher-order op runs: of a checkpoint, of a branch."""
+    owner, graphs = node.graph.owning_module, []
+    for x in node.all_input_nodes:
+        inner = getattr(owner, str(x.target), None) if x.op == "get_attr" else None
+        if isinstance(inner, fx.GraphModule):
+            graphs.append(inner.graph)
+    return graphs
+
+
+def _writes_inputs(graph: fx.Graph) -> bool:
+    inputs = {m for x in graph.nodes if x.op == "placeholder" for m in _memory(x)}
+    return any(_memory(x) & inputs for node in graph.nodes for x in written(node))
 
 
 def _is_aten(target: Any) -> bool:
@@ -234,6 +260,7 @@ class History:
         self._members: dict[int, list[fx.Node]] = {}
         self._inputs: set[int] = set()
         self._regions: list[fx.Node] = []
+        self.emitted: list[fx.Node] = []
         for node in graph.nodes:
             self.add(node)
 
@@ -249,7 +276,7 @@ class History:
                 self._writers.setdefault(memory, []).append(node)
 
     def writers(self, node: Any, start: fx.Node, end: fx.Node) -> list[fx.Node]:
-        """Return the nodes between these two that may write the memory of a node, in their order."""
+        """Return the nodes between these two that may write the memory of a node, in order."""
         memory = _memory(node)
         if memory & self._inputs:  # two inputs of a model may share memory
             memory = memory | (self._inputs & self._writers.keys())
@@ -262,6 +289,13 @@ class History:
         """
         found = (w for m in _memory(node) for w in self._writers.get(m, ()))
         return any(w > start and not w._erased for w in found)
+
+    def undo(self, count: int) -> None:
+        """Remove the emitted nodes after this many, unless somebody reads them."""
+        while len(self.emitted) > count:
+            node = self.emitted.pop()
+            if not node.users and not node._erased:
+                self.graph.erase_node(node)
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes that share memory with a node."""
@@ -288,8 +322,9 @@ class History:
 
 
 def _memory(x: Any) -> set[int]:
-    leaves = tree_leaves(value(x))
-    return {t.untyped_storage()._cdata for t in leaves if isinstance(t, Tensor) and not t.is_sparse}
+    tensors = (t for t in tree_leaves(value(x)) if isinstance(t, Tensor))
+    plain = (t for t in tensors if t.layout is torch.strided and not t.is_nested)
+    return {t.untyped_storage()._cdata for t in plain}
 
 
 class Emitter:
@@ -297,27 +332,21 @@ class Emitter:
 
     def __init__(self, history: History, anchor: fx.Node) -> None:
         self.history, self.anchor = history, anchor
-        self.added: list[fx.Node] = []
         fakes = (value(n) for n in (anchor, *anchor.all_input_nodes))
         self._mode = next(x.fake_mode for x in fakes if isinstance(x, FakeTensor))
 
     def __call__(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
         graph = self.history.graph
+        op = "call_method" if isinstance(target, str) else "call_function"
         with graph.inserting_before(self.anchor):
-            method = isinstance(target, str)
-            add = graph.call_method if method else graph.call_function
-            node = add(target, args, kwargs)
-        self.added.append(node)
-        node.meta["stack_trace"] = self.anchor.meta.get("stack_trace", "")
+            node = graph.create_node(op, target, args, kwargs)
+        self.history.emitted.append(node)
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in self.anchor.meta:
+                node.meta[key] = self.anchor.meta[key]
         given, options = fx.map_arg((args, kwargs), value)
         with self._mode, self.history.region(self.anchor):
-            call = getattr(given[0], target) if method else target
-            node.meta["example_value"] = call(*given[method:], **options)
+            call = getattr(given[0], target) if isinstance(target, str) else target
+            node.meta["example_value"] = call(*given[isinstance(target, str) :], **options)
         self.history.add(node)
         return node
-
-    def undo(self) -> None:
-        """Remove the nodes that nobody reads."""
-        for node in reversed(self.added):
-            if not node.users:
-                self.history.graph.erase_node(node)

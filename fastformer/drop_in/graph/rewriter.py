@@ -13,8 +13,9 @@ from torch import Tensor, fx
 
 from fastformer.drop_in.graph.axes import product
 from fastformer.drop_in.graph.fused_attention import fused_attention
+from fastformer.drop_in.graph.layers import feed_forward, loss
 from fastformer.drop_in.graph.nodes import History, Stays, name, value, written
-from fastformer.drop_in.graph.rows import Match, feed_forward, loss, norm
+from fastformer.drop_in.graph.norms import Match, norm
 from fastformer.drop_in.graph.torch_functions import attention_of_torch
 
 KINDS = ("attention", "norm", "feed_forward", "loss")
@@ -22,13 +23,14 @@ KINDS = ("attention", "norm", "feed_forward", "loss")
 
 class Place(NamedTuple):
     """What became of a part of a graph: its kind, the op that replaces it or "", the reason why it
-    stays or "", and the line of the model's code.
+    stays or "", the line of the model's code, and the node.
     """
 
     kind: str
     op: str
     reason: str
     line: str
+    node: fx.Node
 
 
 @dataclass
@@ -61,10 +63,10 @@ def recording() -> Iterator[Rewriting]:
 
 def _record(kind: str, op: str, reason: str, node: fx.Node) -> None:
     for rewriting in _recording:
-        rewriting.places.append(Place(kind, op, reason, _line(node)))
+        rewriting.places.append(Place(kind, op, reason, line_of(node), node))
 
 
-def _line(node: fx.Node) -> str:
+def line_of(node: fx.Node) -> str:
     """Return the line of code that a node comes from, as file:line."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     return ":".join(found[-1]) if found else ""
@@ -95,12 +97,18 @@ def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
         for kind, match in _MATCHERS:
             if kind not in kinds or node._erased:
                 continue
+            emitted = len(history.emitted)
+            found, reason = None, ""
             try:
                 found = match(history, node)
-            except Stays as reason:
-                _record(kind, "", str(reason), node)
-                continue
+            except Stays as stays:
+                reason = str(stays)
+            except Exception as error:  # which the op raises for a call that it does not take
+                reason = f"{type(error).__name__}: {error}"
+            if reason:
+                _record(kind, "", reason, node)
             if found is None:
+                history.undo(emitted)
                 continue
             op, new, pattern = found
             _record(kind, op, "", node)

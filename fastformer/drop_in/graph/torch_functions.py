@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fastformer.dispatch.backends import current_backend
-from fastformer.drop_in.graph.nodes import Emitter, History, Stays, arg, name, tensor, value
+from fastformer.drop_in.graph.nodes import Emitter, History, Stays, name, tensor, value
 from fastformer.drop_in.replacements.attention import joined_masks, mask_of_scores
 from fastformer.drop_in.sdpa import torch_sdpa
 from fastformer.ops.functional import scaled_dot_product_attention
 
 
 def left_to_torch(node: fx.Node) -> bool:
-    """Return whether the backend is "auto" and the tensors are on a CPU: there torch's own functions
-    stay, which the ops would call.
+    """Return whether the backend is "auto" and the tensors are on a CPU: there torch's own
+    functions stay, which the ops would call.
     """
     x = value(node)
     x = x[0] if isinstance(x, tuple) else x
@@ -35,7 +35,7 @@ def attention_of_torch(history: History, node: fx.Node) -> fx.Node | None:
         return None
     given = dict(zip(_ARGUMENTS, node.args)) | dict(node.kwargs)
     if given.get("need_weights", True) and any(
-        user.target is not _GETITEM or user.args[1] != 0 for user in node.users
+        user.target is not operator.getitem or user.args[1] != 0 for user in node.users
     ):
         raise Stays("its weights are read; need_weights=False computes none")
     refused = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
@@ -51,7 +51,6 @@ def attention_of_torch(history: History, node: fx.Node) -> fx.Node | None:
     return emit(multi_head_attention, heads, p, causal, **tensors)
 
 
-_GETITEM: Any = __import__("operator").getitem
 _ARGUMENTS = (
     *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight"),
     *("in_proj_bias", "bias_k", "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight"),

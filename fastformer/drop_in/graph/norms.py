@@ -1,0 +1,191 @@
+"""Finds LayerNorm and RMSNorm, by torch and by hand, and the residual sum before them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fastformer.drop_in.graph.nodes import (
+    Emitter,
+    History,
+    Stays,
+    arg,
+    dropped,
+    is_cast,
+    is_like,
+    name,
+    number,
+    source,
+    tensor,
+)
+from fastformer.drop_in.graph.regions import (
+    ELEMENTWISE,
+    REDUCTIONS,
+    is_untouched,
+    known_function,
+    regions,
+)
+from fastformer.drop_in.graph.torch_functions import left_to_torch
+from fastformer.ops import functional
+
+Match = tuple[str, fx.Node, list[fx.Node]]  # the op, what replaces the node, and the pattern
+
+
+class Norm(NamedTuple):
+    """A norm of `input` over its last `rank` dimensions, and the nodes that compute it."""
+
+    input: fx.Node
+    nodes: list[fx.Node]
+    is_rms: bool
+    eps: float | None
+    weight: fx.Node | None = None
+    bias: fx.Node | None = None
+    unbiased: bool = False
+    rank: int = 1
+
+
+def norm(history: History, node: fx.Node) -> Match | None:
+    """Match a norm that ends at this node, with the residual sum before it if there is one."""
+    found = _norm_of_torch(node) or _norm_by_hand(node)
+    if found is None:
+        return None
+    reads = [x for x in (found.input, found.weight, found.bias) if x is not None]
+    if not is_untouched(history, found.nodes, reads, node):
+        raise Stays("what it reads is changed in place, or a region of autocast begins within it")
+    emit = Emitter(history, node)
+    match = _sum_and_norm(history, node, found, emit)
+    if match is not None:
+        return match
+    x, options = found.input, {"unbiased": True} if found.unbiased else {}
+    shape = [*tensor(x).shape[-found.rank :]]
+    if found.is_rms:
+        new = emit(functional.rms_norm, x, shape, found.weight, found.eps)
+        return "rms_norm", of_same_type(emit, new, node), found.nodes
+    new = emit(functional.layer_norm, x, shape, found.weight, found.bias, found.eps, **options)
+    return "layer_norm", of_same_type(emit, new, node), found.nodes
+
+
+def of_same_type(emit: Emitter, new: fx.Node, node: fx.Node) -> fx.Node:
+    """Return a node with the dtype of another one. Raises Stays if the shapes differ."""
+    if tensor(new).shape != tensor(node).shape:
+        raise Stays("its result would have another shape")
+    dtype = tensor(node).dtype
+    return new if tensor(new).dtype == dtype else emit("to", new, dtype)
+
+
+def _norm_of_torch(node: fx.Node) -> Norm | None:
+    if name(node) not in ("layer_norm", "rms_norm") or left_to_torch(node):
+        return None
+    shape, is_rms = arg(node, 1, "normalized_shape"), name(node) == "rms_norm"
+    eps = arg(node, 3, "eps") if is_rms else arg(node, 4, "eps", 1e-5)
+    eps = None if eps is None else number(eps)
+    weight, bias = arg(node, 2, "weight"), None if is_rms else arg(node, 3, "bias")
+    rank = 1 if isinstance(shape, int) else len(shape)
+    return Norm(source(node), [node], is_rms, eps, weight, bias, rank=rank)
+
+
+def _norm_by_hand(node: fx.Node) -> Norm | None:
+    """Return the norm that a region of means, roots and products computes."""
+    if name(node) not in ("mul", "div", "add"):
+        return None
+    found = next(regions(node, ELEMENTWISE | REDUCTIONS, reduces=True), None)
+    width = tensor(node).shape[-1]
+    if found is None or len(found.rows) > 2 or not isinstance(width, int) or width < 2:
+        return None
+    random = torch.Generator().manual_seed(0)
+    lead = [3, 2, 2, 2, 2, 2, 2][: tensor(node).dim() - 1]
+    x, *rows = (
+        torch.randn(shape, dtype=torch.float64, generator=random)
+        for shape in ([*lead, width], *[[width]] * len(found.rows))
+    )
+    x = x + 1
+    x[0] *= 1e-2  # small rows, in which eps counts
+    constants = [number(y) for n in found.nodes for y in (*n.args, *n.kwargs.values())]
+    functions: dict[Any, Callable[[], Tensor]] = {}
+    for eps in {1e-24 / width, *(c for c in constants if c is not None and 0 <= c <= 1)}:
+        for order in ([*range(len(rows))], [*range(len(rows))][::-1]):
+            _add_candidates(functions, x, eps, order, [rows[i] for i in order])
+    key = known_function(found, {found.input: x, **dict(zip(found.rows, rows))}, functions)
+    if key is None:
+        return None
+    kind, eps, *places = key
+    weight, bias = (*[found.rows[i] for i in places], None, None)[:2]
+    x_of = source(found.input) if is_cast(found.input) else found.input
+    return Norm(x_of, found.nodes, kind == "rms", eps, weight, bias, kind == "std")
+
+
+def _add_candidates(
+    functions: dict[Any, Callable[[], Tensor]],
+    x: Tensor,
+    eps: float,
+    places: list[int],
+    rows: list[Tensor],
+) -> None:
+    """Add the norms with this eps and these rows, weight and bias, to the known functions."""
+    shape, (weight, bias) = [x.shape[-1]], (*rows, None, None)[:2]
+    centred, deviation = x - x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+    by, plus = 1 if weight is None else weight, 0 if bias is None else bias
+    key = eps, *places
+    if bias is None:
+        functions[("rms", *key)] = lambda: F.rms_norm(x, shape, weight, eps)
+    functions[("var", *key)] = lambda: F.layer_norm(x, shape, weight, bias, eps)
+    functions[("std", *key)] = lambda: centred / (deviation + eps) * by + plus
+
+
+def _sum_and_norm(history: History, node: fx.Node, found: Norm, emit: Emitter) -> Match | None:
+    total = found.input
+    if name(total) not in ("add", "add_") or total.kwargs or found.weight is None or found.rank > 1:
+        return None
+    a, b = total.args[:2]
+    if not (is_like(a, total) and is_like(b, total)) or a is b:
+        return None
+    if name(total) == "add_":
+        total = _out_of_place(history, total)  # type: ignore[assignment]
+        if total is None:
+            return None
+    outside = [user for user in total.users if user not in found.nodes]
+    if any(user < node for user in outside) or history.written_after(total, total):
+        return None  # which reads the sum before the norm, or changes it
+    residual, branch = (b, a) if _drops(a) and not _drops(b) else (a, b)
+    p, pattern = 0.0, [*found.nodes, total]
+    if _drops(branch) and len(branch.users) == 1:  # type: ignore[union-attr]
+        p = dropped(branch)  # type: ignore[arg-type]
+        pattern.append(branch)  # type: ignore[arg-type]
+        branch = source(branch)  # type: ignore[arg-type]
+    if not is_untouched(history, pattern, [residual, branch], node):  # type: ignore[list-item]
+        return None
+    given = branch, residual, found.weight
+    if found.is_rms:
+        both = emit(functional.dropout_add_rms_norm, *given, p, found.eps)
+    else:
+        options = {"unbiased": True} if found.unbiased else {}
+        op = functional.dropout_add_layer_norm
+        both = emit(op, *given, found.bias, p, found.eps, **options)
+    normed, summed = (emit(operator.getitem, both, i) for i in (0, 1))
+    normed = of_same_type(emit, normed, node)
+    total.replace_all_uses_with(summed, {*outside}.__contains__)
+    return f"dropout_add_{'rms' if found.is_rms else 'layer'}_norm", normed, pattern
+
+
+def _out_of_place(history: History, node: fx.Node) -> fx.Node | None:
+    """Replace a sum in place by one that is not, if its result is read under its own name alone."""
+    first = source(node)
+    for alias in history.aliases(node):
+        if alias.op == "placeholder":
+            return None
+        if alias not in (node, first) and any(user > node for user in alias.users):
+            return None
+    new = Emitter(history, node)(torch.add, *node.args)
+    node.replace_all_uses_with(new)
+    first.replace_all_uses_with(new, lambda user: user > node)
+    history.graph.erase_node(node)
+    return new
+
+
+def _drops(node: Any) -> bool:
+    return name(node) == "dropout" and dropped(node) > 0.0

@@ -22,6 +22,7 @@ def test_the_api_page_holds_every_public_name_once():
 def test_documented_arguments_are_parameters(name):
     """`Args:` names parameters alone, each once. Several may share a line: "weight, bias: ..."."""
     item = getattr(ff, name)
+    item = item if inspect.isclass(item) or inspect.isroutine(item) else type(item)
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(item), re.DOTALL | re.M)
     lines = re.findall(r"^    (\S[^:]*):", section[1], re.M) if section else []
     documented = [word for line in lines for word in re.split(", *", line)]

@@ -258,7 +258,7 @@ def _softmax(node: fx.Node) -> tuple[Any, Any, list[fx.Node]] | None:
     rank = tensor(powers).dim()
     if not isinstance(place, int) or tensor(total).dim() != rank:
         return None
-    return source(powers), place, [total, powers]  # type: ignore[list-item,arg-type]
+    return source(powers), place, [total, powers]
 
 
 def _chain(node: fx.Node) -> Any:

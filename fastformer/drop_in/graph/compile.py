@@ -70,6 +70,7 @@ def _digest() -> str:
 
 
 inductor_pass = InductorPass()
+"""The `InductorPass` that replaces attention and the loss."""
 
 
 @contextmanager

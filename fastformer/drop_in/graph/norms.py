@@ -131,10 +131,12 @@ def _add_candidates(
     centred, deviation = x - x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
     by, plus = 1 if weight is None else weight, 0 if bias is None else bias
     key = eps, *places
+    functions |= {
+        ("var", *key): lambda: F.layer_norm(x, shape, weight, bias, eps),
+        ("std", *key): lambda: centred / (deviation + eps) * by + plus,
+    }
     if bias is None:
-        functions[("rms", *key)] = lambda: F.rms_norm(x, shape, weight, eps)
-    functions[("var", *key)] = lambda: F.layer_norm(x, shape, weight, bias, eps)
-    functions[("std", *key)] = lambda: centred / (deviation + eps) * by + plus
+        functions |= {("rms", *key): lambda: F.rms_norm(x, shape, weight, eps)}
 
 
 def _sum_and_norm(history: History, node: fx.Node, found: Norm, emit: Emitter) -> Match | None:

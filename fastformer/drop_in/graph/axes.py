@@ -148,7 +148,7 @@ def product(node: fx.Node) -> Product | None:
         left, right = source(node), _second(node)
         return Product(left, right, _labels(left, right)) if right is not None else None
     if called == "baddbmm":
-        left, right = node.args[1:3]
+        left, right = arg(node, 1, "batch1"), arg(node, 2, "batch2")
         plus, factor = number(arg(node, 3, "beta", 1)), number(arg(node, 4, "alpha", 1))
         if plus is None or factor is None:
             return None

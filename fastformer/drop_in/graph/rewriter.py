@@ -95,7 +95,7 @@ def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
     history = History(graph)
     for node in reversed(list(graph.nodes)):  # a norm by hand: its last node first
         for kind, match in _MATCHERS:
-            if kind not in kinds or node._erased:
+            if kind not in kinds or node._erased or not isinstance(value(node), (Tensor, tuple)):
                 continue
             emitted = len(history.emitted)
             found, reason = None, ""

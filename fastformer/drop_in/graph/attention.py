@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from fastformer.drop_in.graph.axes import (
     Axis,
@@ -20,7 +21,6 @@ from fastformer.drop_in.graph.axes import (
     Product,
     before_view,
     broadcast,
-    flat,
     operand_dims,
     product,
 )
@@ -97,6 +97,7 @@ class Finder:
         from no softmax. dims: the axes of the weights.
         """
         node: Any = weights
+        self.dtype = tensor(reader).dtype
         if not _follows_softmax(node):
             return None
         while True:
@@ -112,6 +113,8 @@ class Finder:
         scores, place, inside = _softmax(node) or (None, None, [])
         if not isinstance(place, int):
             raise Stays("its softmax has no dimension")
+        if any(self.history.writers(x, x, node) for x in inside):
+            raise Stays("its softmax is changed in place")
         self.form.nodes += inside
         self.form.keys = dims[place]
         for step in reversed(self._scores(scores, dims, inside[-1] if inside else node)):
@@ -143,19 +146,25 @@ class Finder:
             if fill.value != 0.0 or form.dropout is not None:
                 return False
             form.zeros.append(fill)
-        elif called in ("mul", "div") and not node.kwargs:
+        elif called in ("mul", "div") and not node.kwargs and len(node.args) == 2:
             factor = number(node.args[1])
             if not factor:
                 return False
             form.out_scale *= 1 / factor if called == "div" else factor
         else:
-            return is_cast(node) or called == "nan_to_num"
+            return self._casts(node) or (called == "nan_to_num" and not arg(node, 1, "nan"))
         return True
+
+    def _casts(self, node: fx.Node) -> bool:
+        """Return whether a node is a cast that rounds no more than the products."""
+        if not is_cast(node):
+            return False
+        dtype = tensor(node).dtype
+        return torch.promote_types(dtype, self.dtype) == dtype
 
     def _fill(self, node: fx.Node, dims: Dims) -> Fill:
         if name(node) == "where":
-            keys = enumerate(("condition", "input", "other"))
-            mask, kept, filled = (arg(node, i, key) for i, key in keys)
+            mask, kept, filled = _where(node)
             keeps = number(filled) is not None
             constant = number(filled) if keeps else number(kept)
         else:
@@ -179,7 +188,7 @@ class Finder:
         below = before_view(node, dims)
         if below is not None:
             return self._scores(source(node), below, node)
-        if is_cast(node) or (is_dropout(node) and dropped(node) == 0.0):
+        if self._casts(node) or (is_dropout(node) and dropped(node) == 0.0):
             return self._scores(source(node), dims, node)
         called = name(node)
         step = _STEPS.get(called.rstrip("_"))
@@ -204,10 +213,10 @@ class Finder:
         def step(form: Form) -> None:
             if any(fill.value > -math.inf for fill in form.fills):
                 raise Stays("a term is added to scores that are filled with a finite number")
-            if {axis for dim in read.dims for axis in flat(dim)} & {*flat(form.keys)}:
-                form.terms.append((read, factor))
+            if _is_largest(term):
+                form.shifted = True  # the scores of a row by the same number: no weight changes
             else:
-                form.shifted = True  # all scores of a row, which changes no weight
+                form.terms.append((read, factor))
 
         return step
 
@@ -233,12 +242,27 @@ def _identity(node: Any) -> Any:
     return node
 
 
+def _where(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Return (condition, tensor where it is true, tensor where it is false)."""
+    given = [arg(node, i, key) for i, key in enumerate(("condition", "input", "other"))]
+    if node.op == "call_method":
+        given[0], given[1] = arg(node, 1, "condition"), node.args[0]
+    return given[0], given[1], given[2]
+
+
+def _is_largest(node: Any) -> bool:
+    """Return whether a node is the largest score of each row, which a softmax by hand subtracts."""
+    while name(node) in ("detach", "getitem", "values"):
+        node = source(node)
+    return name(node) in ("amax", "max")
+
+
 def _follows_softmax(node: Any) -> bool:
     """Return whether a softmax is among the nodes before a node and after the product before it."""
     for _ in range(16):
         if not is_tensor(node) or _softmax(node) is not None:
             break
-        if product(node) is not None and not _follows_softmax(source(node)):
+        if product(node) is not None or name(node).startswith(("linear", "conv")):
             return False
         node = _chain(node)
     return is_tensor(node) and _softmax(node) is not None
@@ -264,7 +288,7 @@ def _softmax(node: fx.Node) -> tuple[Any, Any, list[fx.Node]] | None:
 def _chain(node: fx.Node) -> Any:
     """Return the argument of a node that the scores or the weights pass through."""
     if name(node) == "where":
-        kept, filled = arg(node, 1, "input"), arg(node, 2, "other")
+        _, kept, filled = _where(node)
         return kept if number(filled) is not None else filled
     return source(node)
 
@@ -289,7 +313,7 @@ def _scale_by(factor: float) -> Step:
 
 def _multiply(read: Read, divides: bool) -> Step:
     def step(form: Form) -> None:
-        if form.capped or form.terms or form.fills:
+        if form.capped or form.terms or form.fills or form.shifted:
             raise Stays("its scores are multiplied by a tensor after a mask or a term")
         form.tensor_scales.append((read, divides))
 
@@ -307,7 +331,40 @@ def _cap(form: Form) -> None:
 
 
 def _fill_by(fill: Fill) -> Step:
-    return lambda form: form.fills.append(fill)
+    def step(form: Form) -> None:
+        soft = fill.value > -math.inf
+        if soft and not all(is_small(read.node) for read, _ in form.terms):
+            raise Stays("scores are filled with a finite number after a term, which may hide keys")
+        form.fills.append(fill)
+
+    return step
+
+
+# What keeps learned numbers, positions and small constants of moderate size.
+_KEEP_SMALL = frozenset(
+    [
+        *("getitem", "embedding", "index_select", "gather", "linear", "mul", "add", "sub", "neg"),
+        *("abs", "sigmoid", "tanh", "arange", "view", "reshape", "permute", "transpose", "flatten"),
+        *("unsqueeze", "squeeze", "expand", "repeat", "clamp", "div", "minimum", "maximum", "relu"),
+    ]
+)
+
+
+def is_small(node: Any, depth: int = 24) -> bool:
+    """Return whether a term is learned, or made of positions and small numbers: no mask."""
+    if not isinstance(node, fx.Node):
+        return not isinstance(node, (int, float)) or abs(node) < 1e4
+    x = value(node)
+    if isinstance(x, torch.nn.Parameter) or not isinstance(x, Tensor) or x.requires_grad:
+        return True
+    constant = number(node)
+    if constant is not None:
+        return abs(constant) < 1e4
+    if not x.is_floating_point() and node.op == "placeholder":
+        return False
+    if not depth or not (name(node) in _KEEP_SMALL or is_cast(node)):
+        return False
+    return all(is_small(y, depth - 1) for y in (*node.args, *node.kwargs.values()))
 
 
 # How the finder passes such nodes: each returns the steps from the node back to the product.
@@ -316,13 +373,16 @@ def _fill_by(fill: Fill) -> Step:
 def _pass_sum(finder: Finder, node: fx.Node, dims: Dims) -> list[Step]:
     given = source(node), arg(node, 1, "other")
     alpha = number(node.kwargs.get("alpha", 1))
-    if alpha is None:
+    if alpha is None or len(node.args) > 2:
         raise Stays("a sum of its scores has an unknown alpha")
     factors = [1.0, -alpha if name(node).startswith("sub") else alpha]
     if name(node) == "rsub":
         factors = [-alpha, 1.0]
     for i in (0, 1):
-        if number(given[i]) is not None:  # which changes no weight
+        constant = number(given[i])
+        if constant is not None:  # which changes no weight, unless it is large
+            if abs(constant) > 1e3:
+                raise Stays("a large number is added to its scores")
             steps = finder._scores(given[1 - i], dims, node)
             return [_shift, _scale_by(factors[1 - i]), *steps]
     i, steps = finder._either(node, dims)

@@ -15,10 +15,13 @@ from fastformer.drop_in.graph.nodes import (
     Emitter,
     Stays,
     arg,
+    is_cast,
+    is_written,
     name,
     number,
     same,
     source,
+    static,
     tensor,
     value,
 )
@@ -28,7 +31,7 @@ class Axis:
     """An axis of this size. parts: the axes into which a view has split it."""
 
     def __init__(self, size: Any) -> None:
-        self.size = size
+        self.size = static(size)
         self.parts: list[Axis] = []
 
 
@@ -116,6 +119,34 @@ def before_view(node: fx.Node, dims: Dims) -> Dims | None:
     if name(node) in ("expand", "expand_as", "broadcast_to"):
         return broadcast(dims, tensor(source(node)).shape)
     return None
+
+
+def strides(node: fx.Node) -> Any:
+    x = value(node)
+    return x.stride() if isinstance(x, torch.Tensor) else None
+
+
+def views_of(node: fx.Node) -> set[fx.Node]:
+    """Return what depends on the strides of a tensor: its views, and copies that may be views."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and (is_reshape(user) or is_permute(user) or is_cast(user)):
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def fitting(emit: Emitter, new: fx.Node, node: fx.Node) -> fx.Node:
+    """Return a node, with the dtype of another one, which it may replace. Raises Stays if not."""
+    if tensor(new).shape != tensor(node).shape:
+        raise Stays("its result would have another shape")
+    dtype = tensor(node).dtype
+    new = new if tensor(new).dtype == dtype else emit("to", new, dtype)
+    if strides(new) != strides(node) and any(map(is_written, views_of(node))):
+        raise Stays("its result would have other strides, and a view of it is written")
+    return new
 
 
 def broadcast(dims: Dims, shape: Any) -> Dims:
@@ -255,12 +286,14 @@ class Arranger:
 
     def sizes(self, shape: list[Any]) -> list[Any]:
         """Return a shape as arguments of a node; one unknown size may be -1."""
+        shape = [static(n) for n in shape]
         unknown = [n for n in shape if not isinstance(n, int)]
         known = (n if isinstance(n, int) or len(unknown) > 1 else -1 for n in shape)
         return [self.size(n) for n in known]
 
     def size(self, n: Any) -> Any:
         """Return a number, or a node that has a symbolic size."""
+        n = static(n)
         if isinstance(n, int):
             return n
         early = [node for node in self.emit.history.graph.nodes if node < self.emit.anchor]
@@ -289,9 +322,11 @@ def _unpermuted(node: fx.Node, dims: Dims, groups: Dims) -> tuple[fx.Node, Dims]
     if not is_permute(node) or _is_ordered(dims, wanted):
         return node, dims
     below = before_view(node, dims)
-    if below is None or not _is_ordered(below, wanted):
+    below_it = source(node)
+    same_gradient = tensor(below_it).requires_grad == tensor(node).requires_grad
+    if below is None or not same_gradient or not _is_ordered(below, wanted):
         return node, dims
-    return source(node), below
+    return below_it, below
 
 
 def _is_ordered(dims: Dims, wanted: list[Axis]) -> bool:

@@ -9,13 +9,13 @@ import torch
 from torch import fx
 
 from fastformer.checks import draw_seeds, require_dropout
-from fastformer.drop_in.graph.attention import Fill, Finder, Form, Read
+from fastformer.drop_in.graph.attention import Fill, Finder, Form, Read, is_small
 from fastformer.drop_in.graph.axes import (
     Arranger,
     Axis,
     Dims,
     Product,
-    broadcast,
+    fitting,
     flat,
     is_permute,
     is_reshape,
@@ -26,7 +26,7 @@ from fastformer.drop_in.graph.nodes import (
     History,
     Stays,
     is_cast,
-    is_tensor,
+    is_written,
     name,
     same,
     source,
@@ -36,7 +36,7 @@ from fastformer.ops.dropout import dropout_scale
 from fastformer.ops.functional import scaled_dot_product_attention
 
 _HIDES = -1e3  # a fill above it leaves weights that are not 0
-_LEAST = -1e30  # a bias below it hides a key in the op, which gives zeros if all are hidden
+_LEAST = -1e30  # terms below it are made smaller; the op hides a key by terms below -2e38
 
 
 class Layout:
@@ -97,8 +97,9 @@ def fused_attention(history: History, node: fx.Node, found: Product) -> tuple[fx
         out = fuser.fuse()
         groups = [known[label] for label in found.labels[2]]
         out = fuser.views.arrange(out, layout.groups(layout.queries, layout.values), groups)
-        if (a := tensor(out)).shape != (b := tensor(node)).shape or a.dtype != b.dtype:
-            raise Stays(f"its result would be {a.dtype} {list(a.shape)}, not {b.dtype}")
+        if tensor(out).dtype != tensor(node).dtype:
+            raise Stays(f"its result would be {tensor(out).dtype}")
+        out = fitting(fuser.emit, out, node)
         if form.dropout is not None and fuser.readers:
             readers = {*fuser.readers}
             form.dropout.reader.replace_all_uses_with(fuser.kept, readers.__contains__)
@@ -152,13 +153,15 @@ class Fuser:
         form, history = self.form, self.history
         if not history.is_one_region([*form.nodes, self.anchor]):
             raise Stays("a region of autocast or no_grad begins or ends within it")
-        reads = [self.layout.q, self.layout.k, self.layout.v, *(fill.mask for fill in form.fills)]
+        reads = [self.layout.q, self.layout.k, self.layout.v]
+        reads += [fill.mask for fill in (*form.fills, *form.zeros)]
         reads += [read for read, _ in (*form.tensor_scales, *form.terms)]
         for read in reads:
-            if history.writers(read.node, read.reader, self.anchor) or history.written_after(
-                read.node, read.reader
-            ):
+            before = history.writers(read.node, read.reader, self.anchor)
+            if before or history.written_from(read.node, read.reader):
                 raise Stays("one of the tensors that it reads is changed in place later")
+        if history.written_from(self.anchor, self.anchor):
+            raise Stays("its result is changed in place")
         if form.dropout_p >= 1.0 or (form.capped and not form.amplitude > 0.0):
             raise Stays("all its weights are dropped, or its softcap is negative")
 
@@ -252,28 +255,25 @@ class Fuser:
     def _bias(self, q: fx.Node) -> fx.Node | None:
         total: fx.Node | None = None
         for read, factor in self.form.terms:
-            for part in _summands(read):
-                node = self._fine(part)
-                if tensor(node).dtype not in (torch.float32, tensor(q).dtype):
-                    node = self.emit("to", node, torch.float32)
-                node = node if factor == 1.0 else self.emit(torch.mul, node, factor)
+            node = self._fine(read)
+            if tensor(node).dtype not in (torch.float32, tensor(q).dtype):
+                node = self.emit("to", node, torch.float32)
+            node = node if factor == 1.0 else self.emit(torch.mul, node, factor)
+            if not is_small(read.node):
                 node = self._bounded(node)
-                total = node if total is None else self.emit(torch.add, total, node)
+            total = node if total is None else self.emit(torch.add, total, node)
         if total is not None and tensor(total).dtype not in (torch.float32, tensor(q).dtype):
             total = self.emit("to", total, torch.float32)
         return None if total is None else self._merged(total)
 
     def _bounded(self, node: fx.Node) -> fx.Node:
-        """Return a term in which -inf alone hides a key, and finfo.min is a large number: if all
-        keys of a row have it, the weights are those of a row without it.
+        """Return a term in which -inf alone hides a key. The op hides by finfo.min too, and gives
+        zeros to a query whose keys are all hidden; the model compares such numbers.
         """
-        x = tensor(node)
-        if x.requires_grad or x.dtype is torch.float16:
+        if tensor(node).dtype is torch.float16:
             return node
-        least = self.emit(torch.lt, node, _LEAST)
-        finite = self.emit(torch.gt, node, -math.inf)
-        both = self.emit(torch.logical_and, least, finite)
-        return self.emit(torch.masked_fill, node, both, _LEAST)
+        lowest = self.emit(torch.lt, node, _LEAST)
+        return self.emit(torch.where, lowest, self.emit(torch.mul, node, 1e-8), node)
 
     def _mask(self) -> tuple[fx.Node | None, fx.Node | None]:
         """Return the mask, and the rows whose weights are all equal, because one number has filled
@@ -322,17 +322,6 @@ def _was(node: fx.Node, dtype: torch.dtype) -> bool:
     return tensor(node).dtype == dtype
 
 
-def _summands(read: Read) -> list[Read]:
-    """Return the terms of a sum of a term with a gradient and one without, else the term."""
-    node = read.node
-    if name(node) != "add" or node.kwargs or not tensor(node).requires_grad:
-        return [read]
-    given = node.args[:2]
-    if not all(map(is_tensor, given)) or all(tensor(x).requires_grad for x in given):
-        return [read]
-    return [Read(x, broadcast(read.dims, tensor(x).shape), read.reader) for x in given]  # type: ignore
-
-
 def _alike(a: Fill, b: Fill) -> bool:
     return a.keeps == b.keeps and equal(a.mask.node, b.mask.node)
 
@@ -347,6 +336,8 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         alike = a.op == b.op and a.target == b.target and a.op.startswith("call")
         if not alike or not name(a) or any(x in name(a) for x in _RANDOM):
+            return False
+        if any(map(is_written, (*a.all_input_nodes, *b.all_input_nodes))):
             return False
         return equal(list(a.args), list(b.args)) and equal(dict(a.kwargs), dict(b.kwargs))
     if type(a) is not type(b):

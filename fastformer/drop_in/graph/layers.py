@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from fastformer.drop_in.graph.axes import fitting, is_permute, permutation
 from fastformer.drop_in.graph.nodes import (
     Emitter,
     History,
@@ -25,7 +26,7 @@ from fastformer.drop_in.graph.nodes import (
     source,
     tensor,
 )
-from fastformer.drop_in.graph.norms import Match, of_same_type
+from fastformer.drop_in.graph.norms import Match
 from fastformer.drop_in.graph.regions import (
     ELEMENTWISE,
     Region,
@@ -36,7 +37,8 @@ from fastformer.drop_in.graph.regions import (
 from fastformer.drop_in.graph.torch_functions import left_to_torch
 from fastformer.ops import functional
 
-_POINTS = torch.linspace(-7, 7, 113, dtype=torch.float64)
+_FAR = [s * 10.0**i for i in range(1, 7) for s in (1, -1, 2, -2, 5, -5)]
+_POINTS = torch.tensor([*torch.linspace(-9, 9, 145).tolist(), *_FAR], dtype=torch.float64)
 _ACTIVATIONS: dict[Any, Any] = {
     "relu": lambda: torch.relu(_POINTS),
     "gelu": lambda: F.gelu(_POINTS),
@@ -83,7 +85,7 @@ def feed_forward(history: History, node: fx.Node) -> Match | None:
         raise Stays("what it reads is changed in place, or a region of autocast begins within it")
     emit = Emitter(history, node)
     new = emit(functional.feed_forward, source(first), *weights, found[0], p)
-    return "feed_forward", of_same_type(emit, new, node), pattern
+    return "feed_forward", fitting(emit, new, node), pattern
 
 
 def _are_inside(nodes: list[fx.Node], last: fx.Node) -> bool:
@@ -109,7 +111,7 @@ def _gated(history: History, node: fx.Node) -> Match | None:
             return None
         emit = Emitter(history, node)
         new = emit(functional.gated_activation, *reads, found[0])
-        return "gated_activation", of_same_type(emit, new, node), nodes
+        return "gated_activation", fitting(emit, new, node), nodes
     return None
 
 
@@ -118,7 +120,9 @@ def loss(history: History, node: fx.Node) -> Match | None:
     if name(node) != "cross_entropy" or any(arg(node, i, k) is not None for i, k in _OLD):
         return None
     logits, target, pattern, index = source(node), arg(node, 1, "target"), [], []
-    moved = name(logits) == "transpose" and tensor(logits).dim() == 3
+    moved = is_permute(logits) and permutation(logits) == [0, 2, 1]
+    if not moved and tensor(logits).dim() != 2:
+        return None
     if moved:
         pattern.append(logits)
         logits = source(logits)
@@ -151,7 +155,7 @@ def loss(history: History, node: fx.Node) -> Match | None:
         label_smoothing=number(arg(node, 7, "label_smoothing", 0.0)),
     )
     new = emit(functional.linear_cross_entropy, hidden, weight, target, **options)
-    return "linear_cross_entropy", of_same_type(emit, new, node), [*pattern, logits]
+    return "linear_cross_entropy", fitting(emit, new, node), [*pattern, logits]
 
 
 def _keeps_classes(node: fx.Node) -> bool:

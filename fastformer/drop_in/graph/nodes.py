@@ -38,10 +38,13 @@ _NAMES = {
     "swapaxes": "transpose",
     "swapdims": "transpose",
     "special_softmax": "softmax",
-    "square_": "pow_",
+    **{f"i{x}": "bitwise_" + x + "_" for x in ("and", "or", "xor")},
+    **dict.fromkeys(("ipow", "imod", "ifloordiv", "ilshift", "irshift", "imatmul"), "changes_"),
 }
+_OPERATORS = {"and_", "or_", "not_", "is_"}  # of the module operator, which write nothing
 _CASTS = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
 _SAME = {"contiguous", "clone", "alias", "view_as", "identity", "positive"}
+_WRITTEN = "fastformer: written"  # in the meta of a node whose memory another node writes
 # What begins or ends a region in which torch's functions compute in another way.
 _REGIONS = ("enter_autocast", "exit_autocast", "set_grad_enabled", "enter_inference_mode")
 
@@ -53,6 +56,8 @@ def _name_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1] if target.namespace == "aten" else ""
     module = getattr(target, "__module__", None) or "torch"
+    if module == "_operator" and target.__name__ in _OPERATORS:
+        return target.__name__[:-1]
     if module.split(".")[0] not in ("torch", "_operator", "builtins", "math"):
         return ""
     return getattr(target, "__name__", "")
@@ -108,6 +113,12 @@ def source(node: fx.Node) -> Any:
     return node.kwargs.get("self") if found is None else found
 
 
+def static(n: Any) -> Any:
+    """Return a size as an int, if it is a symbolic one that is known."""
+    known = n.node.maybe_as_int() if isinstance(n, torch.SymInt) else None
+    return n if known is None else known
+
+
 def same(a: Any, b: Any) -> bool:
     """Return whether two sizes are known to be equal."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -143,14 +154,25 @@ _MATHS: dict[str, Callable[..., float]] = {
 
 
 def uniform(node: fx.Node) -> float | None:
-    """Return the number in all elements of a tensor, if the graph makes it of a constant."""
+    """Return the number in all elements of a tensor, if the graph makes it of a constant and writes
+    none of them.
+    """
+    found = None if is_written(node) else _uniform(node)
+    if found is None or not tensor(node).is_floating_point():
+        return None
+    return float(torch.tensor(found, dtype=tensor(node).dtype))
+
+
+def is_written(node: fx.Node) -> bool:
+    """Return whether a node writes the memory of this one."""
+    return bool(node.meta.get(_WRITTEN))
+
+
+def _uniform(node: fx.Node) -> float | None:
     called = name(node)
     if called in _FILLS:
-        given = node.args[-1] if called == "new_full" else arg(node, _FILLS[called], "fill_value")
-        if given is None:
-            given = node.kwargs.get("data")
-        if called == "new_full":
-            given = arg(node, 2, "fill_value")
+        place = 2 if called == "new_full" else _FILLS[called]
+        given = arg(node, place, "fill_value", node.kwargs.get("data"))
         return None if isinstance(given, (fx.Node, list, tuple)) else number(given)
     for prefix, constant in (("zeros", 0.0), ("ones", 1.0), ("new_zeros", 0.0), ("new_ones", 1.0)):
         if called in (prefix, prefix + "_like"):
@@ -185,7 +207,7 @@ def dropped(node: fx.Node) -> float:
     p = number(arg(node, 1, "p", 0.5))
     if p is None:
         raise Stays("the probability of the dropout is no number")
-    training = arg(node, 2, "training", True)
+    training = arg(node, 2, "training", node.kwargs.get("train", True))
     if isinstance(training, fx.Node):
         raise Stays("whether the dropout is on is not known")
     return p if training else 0.0
@@ -220,8 +242,10 @@ def written(node: fx.Node) -> list[Any]:
     found = [node.kwargs["out"]] if "out" in node.kwargs else []
     if called.endswith("_") or called in ("setitem", "delitem"):
         found.append(source(node))
-    if called in ("batch_norm", "instance_norm"):
-        found += node.args[1:3]
+    if called in ("batch_norm", "instance_norm"):  # which keep running means
+        found += node.all_input_nodes[1:]
+    if called == "embedding" and arg(node, 3, "max_norm") is not None:
+        found.append(arg(node, 1, "weight"))
     place = _inplace_argument(target)
     if place is not None and arg(node, place, "inplace", False):
         found.append(source(node))
@@ -262,6 +286,8 @@ class History:
         self._regions: list[fx.Node] = []
         self.emitted: list[fx.Node] = []
         for node in graph.nodes:
+            if any(map(torch._C._functorch.is_functorch_wrapped_tensor, _tensors(node))):
+                raise Stays("a transform of torch.func is in the graph")
             self.add(node)
 
     def add(self, node: fx.Node) -> None:
@@ -274,6 +300,10 @@ class History:
         for x in written(node):
             for memory in _memory(x):
                 self._writers.setdefault(memory, []).append(node)
+                for alias in self._members.get(memory, ()):
+                    alias.meta[_WRITTEN] = True
+        if any(memory in self._writers for memory in _memory(node)):
+            node.meta[_WRITTEN] = True
 
     def writers(self, node: Any, start: fx.Node, end: fx.Node) -> list[fx.Node]:
         """Return the nodes between these two that may write the memory of a node, in order."""
@@ -283,12 +313,16 @@ class History:
         found = {w for m in memory for w in self._writers.get(m, ()) if not w._erased}
         return sorted(w for w in found if start < w < end)
 
-    def written_after(self, node: Any, start: fx.Node) -> bool:
-        """Return whether a node after this one writes the memory of a tensor. The backward may read
-        what a fused op has read.
+    def written_from(self, node: Any, start: fx.Node) -> bool:
+        """Return whether this node or a later one writes the memory of a tensor. The backward may
+        read what a fused op has read.
         """
         found = (w for m in _memory(node) for w in self._writers.get(m, ()))
-        return any(w > start and not w._erased for w in found)
+        return any((w > start or w is start) and not w._erased for w in found)
+
+    def last(self) -> fx.Node:
+        """Return the output of the graph."""
+        return self.graph.output_node()
 
     def undo(self, count: int) -> None:
         """Remove the emitted nodes after this many, unless somebody reads them."""
@@ -321,9 +355,13 @@ class History:
         return context
 
 
+def _tensors(x: Any) -> list[Tensor]:
+    leaves = (t for y in tree_leaves(x) for t in tree_leaves(value(y)))
+    return [t for t in leaves if isinstance(t, Tensor)]
+
+
 def _memory(x: Any) -> set[int]:
-    tensors = (t for t in tree_leaves(value(x)) if isinstance(t, Tensor))
-    plain = (t for t in tensors if t.layout is torch.strided and not t.is_nested)
+    plain = (t for t in _tensors(x) if t.layout is torch.strided and not t.is_nested)
     return {t.untyped_storage()._cdata for t in plain}
 
 

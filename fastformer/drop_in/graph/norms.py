@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fastformer.drop_in.graph.axes import fitting
 from fastformer.drop_in.graph.nodes import (
     Emitter,
     History,
@@ -58,6 +59,9 @@ def norm(history: History, node: fx.Node) -> Match | None:
     if not is_untouched(history, found.nodes, reads, node):
         raise Stays("what it reads is changed in place, or a region of autocast begins within it")
     emit = Emitter(history, node)
+    found = found._replace(
+        weight=_row(emit, found, found.weight), bias=_row(emit, found, found.bias)
+    )
     match = _sum_and_norm(history, node, found, emit)
     if match is not None:
         return match
@@ -65,17 +69,17 @@ def norm(history: History, node: fx.Node) -> Match | None:
     shape = [*tensor(x).shape[-found.rank :]]
     if found.is_rms:
         new = emit(functional.rms_norm, x, shape, found.weight, found.eps)
-        return "rms_norm", of_same_type(emit, new, node), found.nodes
+        return "rms_norm", fitting(emit, new, node), found.nodes
     new = emit(functional.layer_norm, x, shape, found.weight, found.bias, found.eps, **options)
-    return "layer_norm", of_same_type(emit, new, node), found.nodes
+    return "layer_norm", fitting(emit, new, node), found.nodes
 
 
-def of_same_type(emit: Emitter, new: fx.Node, node: fx.Node) -> fx.Node:
-    """Return a node with the dtype of another one. Raises Stays if the shapes differ."""
-    if tensor(new).shape != tensor(node).shape:
-        raise Stays("its result would have another shape")
-    dtype = tensor(node).dtype
-    return new if tensor(new).dtype == dtype else emit("to", new, dtype)
+def _row(emit: Emitter, found: Norm, row: fx.Node | None) -> fx.Node | None:
+    """Return the weight or the bias, with an element for each column."""
+    width = tensor(found.input).shape[-1]
+    if row is None or found.rank > 1 or tensor(row).shape[-1] == width:
+        return row
+    return emit("expand", row, width)
 
 
 def _norm_of_torch(node: fx.Node) -> Norm | None:
@@ -94,29 +98,31 @@ def _norm_by_hand(node: fx.Node) -> Norm | None:
     if name(node) not in ("mul", "div", "add"):
         return None
     found = next(regions(node, ELEMENTWISE | REDUCTIONS, reduces=True), None)
-    width = tensor(node).shape[-1]
+    width = tensor(node).shape[-1] if found is not None else 0
     if found is None or len(found.rows) > 2 or not isinstance(width, int) or width < 2:
         return None
     random = torch.Generator().manual_seed(0)
-    lead = [3, 2, 2, 2, 2, 2, 2][: tensor(node).dim() - 1]
+    lead = [1, 2, 2, 2, 2, 2][: tensor(node).dim() - 2]
     x, *rows = (
         torch.randn(shape, dtype=torch.float64, generator=random)
-        for shape in ([*lead, width], *[[width]] * len(found.rows))
+        for shape in ([12, *lead, width], *(tensor(row).shape for row in found.rows))
     )
-    x = x + 1
-    x[0] *= 1e-2  # small rows, in which eps counts
+    sizes = 100.0 * 10.0 ** -torch.arange(12.0, dtype=torch.float64)  # eps counts in small rows
+    x = (x + 1) * sizes.view(-1, *[1] * (x.dim() - 1))
     constants = [number(y) for n in found.nodes for y in (*n.args, *n.kwargs.values())]
     functions: dict[Any, Callable[[], Tensor]] = {}
     for eps in {1e-24 / width, *(c for c in constants if c is not None and 0 <= c <= 1)}:
         for order in ([*range(len(rows))], [*range(len(rows))][::-1]):
-            _add_candidates(functions, x, eps, order, [rows[i] for i in order])
+            _add_candidates(functions, x, eps, order, [rows[i].expand(width) for i in order])
     key = known_function(found, {found.input: x, **dict(zip(found.rows, rows))}, functions)
     if key is None:
         return None
     kind, eps, *places = key
     weight, bias = (*[found.rows[i] for i in places], None, None)[:2]
-    x_of = source(found.input) if is_cast(found.input) else found.input
-    return Norm(x_of, found.nodes, kind == "rms", eps, weight, bias, kind == "std")
+    x_of, nodes = found.input, found.nodes
+    if is_cast(x_of) and tensor(source(x_of)).requires_grad == tensor(x_of).requires_grad:
+        x_of, nodes = source(x_of), [x_of, *nodes]
+    return Norm(x_of, nodes, kind == "rms", eps, weight, bias, kind == "std")
 
 
 def _add_candidates(
@@ -144,23 +150,25 @@ def _sum_and_norm(history: History, node: fx.Node, found: Norm, emit: Emitter) -
     if name(total) not in ("add", "add_") or total.kwargs or found.weight is None or found.rank > 1:
         return None
     a, b = total.args[:2]
-    if not (is_like(a, total) and is_like(b, total)) or a is b:
+    if not (is_like(a, total) and is_like(b, total)) or a is b or len(total.args) > 2:
         return None
-    if name(total) == "add_":
-        total = _out_of_place(history, total)  # type: ignore[assignment]
-        if total is None:
-            return None
-    outside = [user for user in total.users if user not in found.nodes]
-    if any(user < node for user in outside) or history.written_after(total, total):
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    readers = {*total.users} | {user for user in a.users if name(total) == "add_" and user > total}
+    outside = readers - {*found.nodes, total}
+    if any(user < node for user in outside) or not _may_move(history, total, a):
         return None  # which reads the sum before the norm, or changes it
     residual, branch = (b, a) if _drops(a) and not _drops(b) else (a, b)
     p, pattern = 0.0, [*found.nodes, total]
-    if _drops(branch) and len(branch.users) == 1:  # type: ignore[union-attr]
-        p = dropped(branch)  # type: ignore[arg-type]
-        pattern.append(branch)  # type: ignore[arg-type]
-        branch = source(branch)  # type: ignore[arg-type]
-    if not is_untouched(history, pattern, [residual, branch], node):  # type: ignore[list-item]
+    if _drops(branch) and len(branch.users) == 1:
+        p = dropped(branch)
+        pattern.append(branch)
+        branch = source(branch)
+    reads = [x for x in (residual, branch) if name(total) != "add_" or x is not a]
+    if not is_untouched(history, pattern, reads, node):
         return None
+    if name(total) == "add_":
+        total = _out_of_place(history, total)
+        pattern = [*found.nodes, total, *pattern[len(found.nodes) + 1 :]]
     given = branch, residual, found.weight
     if found.is_rms:
         both = emit(functional.dropout_add_rms_norm, *given, p, found.eps)
@@ -169,20 +177,27 @@ def _sum_and_norm(history: History, node: fx.Node, found: Norm, emit: Emitter) -
         op = functional.dropout_add_layer_norm
         both = emit(op, *given, found.bias, p, found.eps, **options)
     normed, summed = (emit(operator.getitem, both, i) for i in (0, 1))
-    normed = of_same_type(emit, normed, node)
-    total.replace_all_uses_with(summed, {*outside}.__contains__)
+    normed = fitting(emit, normed, node)
+    total.replace_all_uses_with(summed, outside.__contains__)
     return f"dropout_add_{'rms' if found.is_rms else 'layer'}_norm", normed, pattern
 
 
-def _out_of_place(history: History, node: fx.Node) -> fx.Node | None:
-    """Replace a sum in place by one that is not, if its result is read under its own name alone."""
-    first = source(node)
-    for alias in history.aliases(node):
-        if alias.op == "placeholder":
-            return None
-        if alias not in (node, first) and any(user > node for user in alias.users):
-            return None
-    new = Emitter(history, node)(torch.add, *node.args)
+def _may_move(history: History, total: fx.Node, first: fx.Node) -> bool:
+    """Return whether nobody changes a sum later, and if the sum itself is in place, whether it is
+    read under its own name alone.
+    """
+    if name(total) == "add":
+        return not history.written_from(total, total)
+    if any(w is not total for w in history.writers(total, first, history.last())):
+        return False
+    others = [x for x in history.aliases(total) if x not in (total, first)]
+    late = any(user > total for x in others for user in x.users)
+    return not late and all(x.op != "placeholder" for x in (*others, first))
+
+
+def _out_of_place(history: History, node: fx.Node) -> fx.Node:
+    """Replace a sum in place by one that is not."""
+    new, first = Emitter(history, node)(torch.add, *node.args), source(node)
     node.replace_all_uses_with(new)
     first.replace_all_uses_with(new, lambda user: user > node)
     history.graph.erase_node(node)

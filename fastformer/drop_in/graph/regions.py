@@ -71,7 +71,7 @@ def regions(node: fx.Node, functions: frozenset[str], reduces: bool = False) -> 
     nodes: set[fx.Node] = set()
     rows: set[fx.Node] = set()
     front = {node}
-    while len(nodes) < _MOST:
+    while front and len(nodes) < _MOST:
         last = max(front)
         passes = name(last).rstrip("_") in functions or is_cast(last)
         if not passes or (last is not node and any(user not in nodes for user in last.users)):
@@ -81,7 +81,9 @@ def regions(node: fx.Node, functions: frozenset[str], reduces: bool = False) -> 
         for x in last.all_input_nodes:
             if not is_tensor(x):
                 return
+            width = tensor(node).shape[-1:]
             is_row = reduces and tensor(x).dim() == 1 < tensor(node).dim()
+            is_row = is_row and tensor(x).shape in (width, (1,))
             (rows if is_row else front).add(x)
         reduced = not reduces or any(name(x) in REDUCTIONS for x in nodes)
         if len(front) == 1 and reduced and tensor(*front).shape == tensor(node).shape:
@@ -113,4 +115,4 @@ def is_untouched(
         return False
     if any(w not in nodes for x in nodes for w in history.writers(x, x, end)):
         return False
-    return not any(history.writers(x, start, end) or history.written_after(x, end) for x in reads)
+    return not any(history.writers(x, start, end) or history.written_from(x, start) for x in reads)

@@ -11,10 +11,16 @@ from typing import NamedTuple
 
 from torch import Tensor, fx
 
-from fastformer.drop_in.graph.axes import product
+from fastformer.drop_in.graph.axes import product, strides, views_of
 from fastformer.drop_in.graph.fused_attention import fused_attention
 from fastformer.drop_in.graph.layers import feed_forward, loss
-from fastformer.drop_in.graph.nodes import History, Stays, name, value, written
+from fastformer.drop_in.graph.nodes import (
+    History,
+    Stays,
+    name,
+    value,
+    written,
+)
 from fastformer.drop_in.graph.norms import Match, norm
 from fastformer.drop_in.graph.torch_functions import attention_of_torch
 
@@ -92,7 +98,11 @@ _MATCHERS: tuple[tuple[str, Callable[[History, fx.Node], Match | None]], ...] = 
 
 def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
     """Replace parts of a graph of Dynamo, in place. kinds: which ones, of `KINDS`."""
-    history = History(graph)
+    try:
+        history = History(graph)
+    except Stays as stays:
+        _record("graph", "", str(stays), graph.output_node())
+        return
     for node in reversed(list(graph.nodes)):  # a norm by hand: its last node first
         for kind, match in _MATCHERS:
             if kind not in kinds or node._erased or not isinstance(value(node), (Tensor, tuple)):
@@ -118,20 +128,18 @@ def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
 
 def _replace(history: History, node: fx.Node, new: fx.Node, pattern: list[fx.Node]) -> None:
     if new is not node:
-        _let_views_copy(history, node, new)
+        if strides(new) != strides(node):
+            _let_views_copy(node)
         node.replace_all_uses_with(new)
     for old in sorted({node, *pattern}, reverse=True):
         _erase(history, old)
 
 
-def _let_views_copy(history: History, node: fx.Node, new: fx.Node) -> None:
-    """Turn the views of a tensor into reshapes, if its strides change."""
-    strides = [x.stride() if isinstance(x, Tensor) else () for x in (value(node), value(new))]
-    if strides[0] == strides[1]:
-        return
-    for alias in history.aliases(node):
-        if name(alias) == "view" and alias.op == "call_method":
-            alias.target = "reshape"
+def _let_views_copy(node: fx.Node) -> None:
+    """Turn the views of a tensor into reshapes, because its strides change."""
+    for view in views_of(node):
+        if name(view) == "view" and view.op == "call_method":
+            view.target = "reshape"
 
 
 def _erase(history: History, node: fx.Node) -> None:

@@ -355,7 +355,7 @@ def is_small(node: Any, depth: int = 24) -> bool:
     if not isinstance(node, fx.Node):
         return not isinstance(node, (int, float)) or abs(node) < 1e4
     x = value(node)
-    if isinstance(x, torch.nn.Parameter) or not isinstance(x, Tensor) or x.requires_grad:
+    if isinstance(x, torch.nn.Parameter) or not isinstance(x, Tensor):
         return True
     constant = number(node)
     if constant is not None:

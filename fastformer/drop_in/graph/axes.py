@@ -15,7 +15,7 @@ from fastformer.drop_in.graph.nodes import (
     Emitter,
     Stays,
     arg,
-    is_cast,
+    is_tensor,
     is_written,
     name,
     number,
@@ -72,6 +72,17 @@ def _taken(rest: list[Axis], size: Any) -> list[Axis]:
     return taken
 
 
+_CONTIGUOUS = {
+    "linear",
+    "matmul",
+    "bmm",
+    "mm",
+    "baddbmm",
+    "addmm",
+    "einsum",
+    "softmax",
+    "layer_norm",
+}
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 _PERMUTES = {"transpose", "permute", "movedim", "moveaxis", "t", "T", "mT"}
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -127,13 +138,17 @@ def strides(node: fx.Node) -> Any:
 
 
 def views_of(node: fx.Node) -> set[fx.Node]:
-    """Return what depends on the strides of a tensor: its views, and copies that may be views."""
+    """Return what depends on the strides of a tensor: its views, copies that may be views, and what
+    is computed from them elementwise.
+    """
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if user not in found and (is_reshape(user) or is_permute(user) or is_cast(user)):
-                found.add(user)
+            if user in found or not is_tensor(user) or name(user) in _CONTIGUOUS:
+                continue
+            found.add(user)
+            if name(user) not in ("contiguous", "reshape", "flatten", "view"):
                 stack.append(user)
     return found
 
@@ -144,7 +159,8 @@ def fitting(emit: Emitter, new: fx.Node, node: fx.Node) -> fx.Node:
         raise Stays("its result would have another shape")
     dtype = tensor(node).dtype
     new = new if tensor(new).dtype == dtype else emit("to", new, dtype)
-    if strides(new) != strides(node) and any(map(is_written, views_of(node))):
+    moves = strides(new) != strides(node)
+    if moves and any(is_written(x) or name(x) == "as_strided" for x in views_of(node)):
         raise Stays("its result would have other strides, and a view of it is written")
     return new
 
@@ -183,7 +199,7 @@ def product(node: fx.Node) -> Product | None:
         plus, factor = number(arg(node, 3, "beta", 1)), number(arg(node, 4, "alpha", 1))
         if plus is None or factor is None:
             return None
-        return Product(left, right, _labels(left, right), source(node), plus, factor)  # type: ignore[arg-type]
+        return Product(left, right, _labels(left, right), source(node), plus, factor)
     return None
 
 
@@ -256,7 +272,8 @@ class Arranger:
         """Return a node with one dimension for each group of axes: it has all of them, or none,
         and then the size 1.
         """
-        node, dims = _unpermuted(node, dims, groups)
+        if self.emit.history.is_one_region([node, self.emit.anchor]):
+            node, dims = _unpermuted(node, dims, groups)
         here = flat([axis for dim in dims for axis in dim])
         wanted = [axis for group in groups for axis in flat(group) if axis in here]
         if len(wanted) < len(here):
@@ -322,11 +339,9 @@ def _unpermuted(node: fx.Node, dims: Dims, groups: Dims) -> tuple[fx.Node, Dims]
     if not is_permute(node) or _is_ordered(dims, wanted):
         return node, dims
     below = before_view(node, dims)
-    below_it = source(node)
-    same_gradient = tensor(below_it).requires_grad == tensor(node).requires_grad
-    if below is None or not same_gradient or not _is_ordered(below, wanted):
+    if below is None or not _is_ordered(below, wanted):
         return node, dims
-    return below_it, below
+    return source(node), below
 
 
 def _is_ordered(dims: Dims, wanted: list[Axis]) -> bool:

@@ -120,7 +120,7 @@ def _norm_by_hand(node: fx.Node) -> Norm | None:
     kind, eps, *places = key
     weight, bias = (*[found.rows[i] for i in places], None, None)[:2]
     x_of, nodes = found.input, found.nodes
-    if is_cast(x_of) and tensor(source(x_of)).requires_grad == tensor(x_of).requires_grad:
+    if is_cast(x_of):
         x_of, nodes = source(x_of), [x_of, *nodes]
     return Norm(x_of, nodes, kind == "rms", eps, weight, bias, kind == "std")
 

@@ -155,8 +155,10 @@ def _sum_and_norm(history: History, node: fx.Node, found: Norm, emit: Emitter) -
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     readers = {*total.users} | {user for user in a.users if name(total) == "add_" and user > total}
     outside = readers - {*found.nodes, total}
-    if any(user < node for user in outside) or not _may_move(history, total, a):
-        return None  # which reads the sum before the norm, or changes it
+    if any(user < node for user in outside):
+        return None  # which reads the sum before the norm
+    if name(total) == "add_" and not _is_its_own(history, total, a):
+        return None
     residual, branch = (b, a) if _drops(a) and not _drops(b) else (a, b)
     p, pattern = 0.0, [*found.nodes, total]
     if _drops(branch) and len(branch.users) == 1:
@@ -182,12 +184,10 @@ def _sum_and_norm(history: History, node: fx.Node, found: Norm, emit: Emitter) -
     return f"dropout_add_{'rms' if found.is_rms else 'layer'}_norm", normed, pattern
 
 
-def _may_move(history: History, total: fx.Node, first: fx.Node) -> bool:
-    """Return whether nobody changes a sum later, and if the sum itself is in place, whether it is
-    read under its own name alone.
+def _is_its_own(history: History, total: fx.Node, first: fx.Node) -> bool:
+    """Return whether the result of a sum in place is read under its own name alone, and nobody else
+    writes it.
     """
-    if name(total) == "add":
-        return not history.written_from(total, total)
     if any(w is not total for w in history.writers(total, first, history.last())):
         return False
     others = [x for x in history.aliases(total) if x not in (total, first)]

@@ -388,6 +388,8 @@ def test_fusing():
     assert rewriting.fused() == {"scaled_dot_product_attention": 1, "dropout_add_layer_norm": 1}
     with pytest.raises(ValueError, match="kind is 'softmax'; expected"), ff.fusing("softmax"):
         pass
+    with pytest.raises(ValueError, match="kind is 'sums'; expected"):
+        ff.InductorPass(("norm", "sums"))
 
 
 def test_the_key_of_the_caches():

@@ -327,6 +327,8 @@ SEARCHES = "greedy_decode", "sample", "stream_tokens", "beam_search"
 LEFT_OUT = {
     "a result": ["BlockMask", "Explanation", "Fitted", "Hypotheses", "Report", "Tuning"],
     "their own tests are in test_fit.py and test_saving.py": ["fit", "save_model"],
+    "their own tests are in test_graph.py": ["InductorPass", "fusing"],
+    "torch.compile calls them": ["dynamo_backend", "dynamo_backend_eager", "inductor_pass"],
     "no argument": [
         "__version__",
         "batch_invariant",

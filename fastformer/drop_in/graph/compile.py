@@ -40,10 +40,15 @@ class InductorPass(CustomGraphPass):
             "loss". `inductor_pass` replaces attention and the loss; inductor itself fuses the
             others with their neighbours.
         first: another pass, which runs before.
+
+    Raises:
+        ValueError: an unknown kind.
     """
 
     def __init__(self, kinds: tuple[str, ...] = BESIDE_INDUCTOR, first: Any = None) -> None:
-        self.kinds, self.first = kinds, first
+        for kind in kinds:
+            require_choice("kind", kind, KINDS)
+        self.kinds, self.first = tuple(kinds), first
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.first is not None:
@@ -89,8 +94,6 @@ def fusing(*kinds: str) -> Iterator[None]:
     Raises:
         ValueError: an unknown kind.
     """
-    for kind in kinds:
-        require_choice("kind", kind, KINDS)
     found = InductorPass(kinds or BESIDE_INDUCTOR, config.pre_grad_custom_pass)
     with config.patch(pre_grad_custom_pass=found):
         yield

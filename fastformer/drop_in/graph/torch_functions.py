@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fastformer.dispatch.backends import current_backend
+from fastformer.drop_in.graph.axes import fitting
 from fastformer.drop_in.graph.nodes import Emitter, History, Stays, name, tensor, value
 from fastformer.drop_in.replacements.attention import joined_masks, mask_of_scores
 from fastformer.drop_in.sdpa import torch_sdpa
@@ -30,7 +31,8 @@ def attention_of_torch(history: History, node: fx.Node) -> fx.Node | None:
     if called == "scaled_dot_product_attention" and node.target is F.scaled_dot_product_attention:
         if left_to_torch(node):
             return None
-        return Emitter(history, node)(torch_sdpa, *node.args, **node.kwargs)
+        emit = Emitter(history, node)
+        return fitting(emit, emit(torch_sdpa, *node.args, **node.kwargs), node)
     if called != "multi_head_attention_forward" or left_to_torch(node):
         return None
     given = dict(zip(_ARGUMENTS, node.args)) | dict(node.kwargs)
@@ -47,8 +49,11 @@ def attention_of_torch(history: History, node: fx.Node) -> fx.Node | None:
     causal = bool(given.get("is_causal")) and given.get("attn_mask") is not None
     if tensor(given["query"]).dim() != 3:
         raise Stays("it has no batch")
-    emit = Emitter(history, node)
-    return emit(multi_head_attention, heads, p, causal, **tensors)
+    new = Emitter(history, node)(multi_head_attention, heads, p, causal, **tensors)
+    have, want = value(new)[0], value(node)[0]
+    if (have.shape, have.dtype) != (want.shape, want.dtype):
+        raise Stays("its result would have another shape or dtype")
+    return new
 
 
 _ARGUMENTS = (

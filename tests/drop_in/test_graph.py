@@ -201,6 +201,16 @@ def large_term_of_rows(q, k, v, hidden):
     return attend(scores_of(q, k) + torch.full((hidden.shape[0], 1), -1e9).tril(), v)
 
 
+def larger_of_two_biases(q, k, v, hidden):
+    first, second = torch.arange(98.0).view(2, *hidden.shape).sin().unbind()
+    return attend(scores_of(q, k) + torch.max(first, second), v)
+
+
+def largest_bias_of_each_key(q, k, v, hidden):
+    bias = torch.arange(49.0).view(hidden.shape).sin()
+    return attend(scores_of(q, k) - bias.amax(0), v)
+
+
 def keys_transposed_without_gradient(q, k, v, hidden):
     with torch.no_grad():
         keys = k.transpose(-2, -1)
@@ -232,6 +242,8 @@ FUNCTIONS = {
     bias_changed_by_foreach: 0,
     nan_becomes_a_half: 0,
     large_term_of_rows: 1,
+    larger_of_two_biases: 1,
+    largest_bias_of_each_key: 1,
     keys_transposed_without_gradient: 1,
     clamped_activation: 0,
     norm_with_a_small_bound: 0,

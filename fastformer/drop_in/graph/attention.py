@@ -21,6 +21,7 @@ from fastformer.drop_in.graph.axes import (
     Product,
     before_view,
     broadcast,
+    flat,
     operand_dims,
     product,
 )
@@ -213,7 +214,8 @@ class Finder:
         def step(form: Form) -> None:
             if any(fill.value > -math.inf for fill in form.fills):
                 raise Stays("a term is added to scores that are filled with a finite number")
-            if _is_largest(term):
+            of_keys = {axis for dim in read.dims for axis in flat(dim)} & {*flat(form.keys)}
+            if _largest_of(term) in form.nodes and not of_keys:
                 form.shifted = True  # the scores of a row by the same number: no weight changes
             else:
                 form.terms.append((read, factor))
@@ -250,11 +252,14 @@ def _where(node: fx.Node) -> tuple[Any, Any, Any]:
     return given[0], given[1], given[2]
 
 
-def _is_largest(node: Any) -> bool:
-    """Return whether a node is the largest score of each row, which a softmax by hand subtracts."""
+def _largest_of(node: Any) -> Any:
+    """Return the tensor of which a node is the largest element of each row: a softmax by hand
+    subtracts that of the scores. Return None for other nodes.
+    """
     while name(node) in ("detach", "getitem", "values"):
         node = source(node)
-    return name(node) in ("amax", "max")
+    one = len(node.all_input_nodes) == 1
+    return source(node) if name(node) in ("amax", "max") and one else None
 
 
 def _follows_softmax(node: Any) -> bool:

@@ -14,18 +14,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from fastformer.drop_in.graph.axes import (
+    CONTIGUOUS,
     Axis,
     Dims,
     Product,
     before_view,
     broadcast,
     flat,
+    is_view,
     operand_dims,
     product,
 )
 from fastformer.drop_in.graph.nodes import (
+    CASTS,
     History,
     Stays,
     arg,
@@ -35,9 +39,12 @@ from fastformer.drop_in.graph.nodes import (
     is_tensor,
     name,
     number,
+    reads_only,
+    same,
     source,
     tensor,
     value,
+    writers_of,
 )
 
 
@@ -337,39 +344,64 @@ def _cap(form: Form) -> None:
 
 def _fill_by(fill: Fill) -> Step:
     def step(form: Form) -> None:
-        soft = fill.value > -math.inf
-        if soft and not all(is_small(read.node) for read, _ in form.terms):
+        most, soft = abs(fill.value) / 100, fill.value > -math.inf
+        if soft and not all(is_small(read.node, most) for read, _ in form.terms):
             raise Stays("scores are filled with a finite number after a term, which may hide keys")
         form.fills.append(fill)
 
     return step
 
 
-# What keeps learned numbers, positions and small constants of moderate size.
-_KEEP_SMALL = frozenset(
+_ARITHMETIC = frozenset(
     [
-        *("getitem", "embedding", "index_select", "gather", "linear", "mul", "add", "sub", "neg"),
-        *("abs", "sigmoid", "tanh", "arange", "view", "reshape", "permute", "transpose", "flatten"),
-        *("unsqueeze", "squeeze", "expand", "repeat", "clamp", "div", "minimum", "maximum", "relu"),
+        *("add", "sub", "rsub", "mul", "div", "floor_divide", "neg", "abs", "pow", "reciprocal"),
+        *(
+            "arange",
+            "sigmoid",
+            "tanh",
+            "relu",
+            "clamp",
+            "minimum",
+            "maximum",
+            "sqrt",
+            "square",
+            "pad",
+        ),
     ]
 )
+_SELECTS = CASTS | {"getitem", "index_select", "gather", "repeat", "cat", "stack", "roll"}
 
 
-def is_small(node: Any, depth: int = 24) -> bool:
-    """Return whether a term is learned, or made of positions and small numbers: no mask."""
-    if not isinstance(node, fx.Node):
-        return not isinstance(node, (int, float)) or abs(node) < 1e4
-    x = value(node)
-    if isinstance(x, torch.nn.Parameter) or not isinstance(x, Tensor):
-        return True
-    constant = number(node)
-    if constant is not None:
-        return abs(constant) < 1e4
-    if not x.is_floating_point() and node.op == "placeholder":
-        return False
-    if not depth or not (name(node) in _KEEP_SMALL or is_cast(node)):
-        return False
-    return all(is_small(y, depth - 1) for y in (*node.args, *node.kwargs.values()))
+def is_small(term: fx.Node, most: float) -> bool:
+    """Return whether a term is made of parameters, activations, positions and numbers up to `most`
+    alone, so that it is no mask.
+    """
+    seen: set[Any] = set()
+    stack: list[Any] = [term]
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, fx.Node):
+            if isinstance(node, (int, float)) and abs(node) > most:
+                return False
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        stack += writers_of(node)
+        x, called, constant = value(node), name(node).rstrip("_"), number(node)
+        if constant is not None:
+            stack.append(constant)
+        elif not isinstance(x, Tensor) or isinstance(x, torch.nn.Parameter):
+            pass
+        elif called in _SELECTS or is_view(node):
+            stack += tree_leaves(source(node))
+        elif called in _ARITHMETIC or reads_only(node.target):
+            stack += [*node.args, *node.kwargs.values()]
+        elif called in CONTIGUOUS and called != "baddbmm":
+            pass  # activations, as the scores are
+        elif node.op != "placeholder" or x.dim() < 3 or not same(x.numel(), max(x.shape[:-1])):
+            return False  # but numbers of heads, [H, 1, 1], hide no key
+    return True
 
 
 # How the finder passes such nodes: each returns the steps from the node back to the product.

@@ -72,7 +72,7 @@ def _taken(rest: list[Axis], size: Any) -> list[Axis]:
     return taken
 
 
-_CONTIGUOUS = {
+CONTIGUOUS = {
     "linear",
     "matmul",
     "bmm",
@@ -82,9 +82,11 @@ _CONTIGUOUS = {
     "einsum",
     "softmax",
     "layer_norm",
+    "embedding",
 }
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 _PERMUTES = {"transpose", "permute", "movedim", "moveaxis", "t", "T", "mT"}
+_EXPANDS = ("expand", "expand_as", "broadcast_to")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
@@ -101,6 +103,11 @@ def is_reshape(node: fx.Node) -> bool:
 
 def is_permute(node: fx.Node) -> bool:
     return name(node) in _PERMUTES
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node has all elements of its first argument, perhaps repeated."""
+    return is_reshape(node) or is_permute(node) or name(node) in _EXPANDS
 
 
 def permutation(node: fx.Node) -> list[int]:
@@ -127,9 +134,22 @@ def before_view(node: fx.Node, dims: Dims) -> Dims | None:
         for i, place in enumerate(permutation(node)):
             result[place] = dims[i]
         return result
-    if name(node) in ("expand", "expand_as", "broadcast_to"):
+    if name(node) == "repeat_interleave":
+        return _before_repeat(node, dims)
+    if name(node) in _EXPANDS:
         return broadcast(dims, tensor(source(node)).shape)
     return None
+
+
+def _before_repeat(node: fx.Node, dims: Dims) -> Dims | None:
+    """Return the axes before each element of a dimension is repeated this many times."""
+    n, place = arg(node, 1, "repeats"), arg(node, 2, "dim")
+    if not isinstance(n, int) or not isinstance(place, int):
+        return None
+    result, place = [*dims], place % len(dims)
+    size = tensor(source(node)).shape[place]
+    result[place] = regrouped([dims[place]], [size, n])[0]
+    return result
 
 
 def strides(node: fx.Node) -> Any:
@@ -145,7 +165,7 @@ def views_of(node: fx.Node) -> set[fx.Node]:
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if user in found or not is_tensor(user) or name(user) in _CONTIGUOUS:
+            if user in found or not is_tensor(user) or name(user) in CONTIGUOUS:
                 continue
             found.add(user)
             if name(user) not in ("contiguous", "reshape", "flatten", "view"):

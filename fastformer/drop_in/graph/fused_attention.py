@@ -15,6 +15,7 @@ from fastformer.drop_in.graph.axes import (
     Axis,
     Dims,
     Product,
+    before_view,
     fitting,
     flat,
     is_permute,
@@ -40,25 +41,38 @@ _LEAST = -1e30  # terms below it are made smaller; the op hides a key by terms b
 
 
 class Layout:
-    """Which axes are the batch, the queries, the keys and the features of an attention."""
+    """Which axes are the batch, the queries, the keys and the features of an attention.
+
+    lead, kv_lead: the axes of each dimension before [sequence, features], of queries and of keys
+    and values. Heads that share keys and values are the last of them, with enable_gqa.
+    """
 
     def __init__(self, form: Form, weights: Dims, values: Read) -> None:
         assert form.operands is not None
-        self.keys = flat(form.keys)
-        self.features = flat(form.features)
-        order = [axis for dim in weights for axis in flat(dim)]
-        with_keys = [read for read in form.operands if _axes(read) & {*self.keys}]
-        if len(with_keys) != 1 or not {*self.keys} <= _axes(with_keys[0]):
+        with_keys = [read for read in form.operands if _axes(read) & {*flat(form.keys)}]
+        if len(with_keys) != 1 or not {*flat(form.keys)} <= _axes(with_keys[0]):
             raise Stays("its softmax is over more than the keys")
-        self.k = with_keys[0]
-        self.q = next(read for read in form.operands if read is not self.k)
-        self.v = values
+        self.q = next(read for read in form.operands if read is not with_keys[0])
+        self.k = _unrepeated(with_keys[0], {*flat(form.features), *flat(form.keys)})
+        of_weights = {axis for dim in weights for axis in flat(dim)}
+        self.v = _unrepeated(values, _axes(values) - of_weights | {*flat(form.keys)})
+        self.keys, self.features = flat(form.keys), flat(form.features)
+        order = [axis for dim in weights for axis in flat(dim)]
         self.queries = self._queries(order)
-        self.batch = [axis for axis in order if axis not in self.queries + self.keys]
+        batch = [axis for axis in order if axis not in self.queries + self.keys]
         self.values = [x for dim in values.dims for x in flat(dim) if x not in order]
-        for axis in self.batch:
+        for axis in batch:
             if axis in _axes(self.k) and axis not in _axes(self.q) | _axes(self.v):
                 raise Stays("its scores are mixed after the product of queries and keys")
+        shared: list[Axis] = []
+        while batch and batch[-1] not in _axes(self.k) | _axes(self.v):
+            shared.insert(0, batch.pop())
+        self.kv_lead: Dims = [[axis] for axis in batch] or [[]]
+        self.lead = self.kv_lead
+        if len(batch) > 1 and shared:
+            self.lead = [*self.kv_lead[:-1], [*self.kv_lead[-1], *shared]]
+        elif shared:
+            self.lead, self.kv_lead = [*self.kv_lead, shared], [*self.kv_lead, []]
 
     def _queries(self, order: list[Axis]) -> list[Axis]:
         others = _axes(self.k) | _axes(self.v)
@@ -66,9 +80,16 @@ class Layout:
         own = [dim for dim in dims if dim and not others & {*dim}]
         return max(own, key=lambda dim: order.index(dim[-1])) if own else []
 
-    def groups(self, *last: list[Axis]) -> Dims:
-        """Return one group for each axis of the batch, and these."""
-        return [*[[axis] for axis in self.batch], *last]
+
+def _unrepeated(read: Read, kept: set[Axis]) -> Read:
+    """Return the tensor of which one is a repetition, if that has these axes."""
+    node, dims, result = read.node, read.dims, read
+    while (below := before_view(node, dims)) is not None:
+        reader, node, dims = node, source(node), below
+        lost = _axes(result) - _axes(found := Read(node, dims, reader))
+        if lost and not lost & {x for axis in kept for x in flat([axis])}:
+            result = found
+    return result
 
 
 def _axes(read: Read) -> set[Axis]:
@@ -96,7 +117,7 @@ def fused_attention(history: History, node: fx.Node, found: Product) -> tuple[fx
         fuser = Fuser(history, node, form, layout)
         out = fuser.fuse()
         groups = [known[label] for label in found.labels[2]]
-        out = fuser.views.arrange(out, layout.groups(layout.queries, layout.values), groups)
+        out = fuser.views.arrange(out, [*layout.lead, layout.queries, layout.values], groups)
         if tensor(out).dtype != tensor(node).dtype:
             raise Stays(f"its result would be {tensor(out).dtype}")
         out = fitting(fuser.emit, out, node)
@@ -119,19 +140,21 @@ class Fuser:
         """Emit the op; return its output, with the axes [batch.., queries, values]."""
         form, layout = self.form, self.layout
         self._check()
-        q = self._operand(layout.q, layout.queries, layout.features)
-        k = self._operand(layout.k, layout.keys, layout.features)
-        v = self._operand(layout.v, layout.keys, layout.values)
+        leads = layout.lead, layout.kv_lead, layout.kv_lead
+        queries, keys = (layout.queries, layout.features), (layout.keys, layout.features)
+        lasts = queries, keys, (layout.keys, layout.values)
+        q, k, v = (
+            self.views.arrange(read.node, read.dims, [*lead, *last])
+            for read, lead, last in zip((layout.q, layout.k, layout.v), leads, lasts)
+        )
         q, k, v = self._one_dtype(q, k, v)
         for read, divides in form.tensor_scales:
             q = self._scaled(q, read, divides)
         bias = self._bias(q)
         mask, empty = self._mask()
-        shared = self._one_head(q, k, v)
-        lead = [[] if i == shared else [axis] for i, axis in enumerate(layout.batch)]
-        q = self.views.expanded(q, layout.groups(layout.queries, layout.features))
-        k = self.views.expanded(k, [*lead, layout.keys, layout.features])
-        v = self.views.expanded(v, [*lead, layout.keys, layout.values])
+        q, k, v = (
+            self.views.expanded(x, [*lead, *last]) for x, lead, last in zip((q, k, v), leads, lasts)
+        )
         if empty is not None:  # weights of 1 / Sk
             q = self.emit("masked_fill", q, empty, 0.0)
             bias = None if bias is None else self.emit(torch.masked_fill, bias, empty, 0.0)
@@ -144,7 +167,7 @@ class Fuser:
         if form.capped:
             options["softcap"] = form.amplitude
             form.scale *= form.amplitude
-        if shared is not None:
+        if layout.lead != layout.kv_lead:
             options["enable_gqa"] = True
         out = self.emit(scaled_dot_product_attention, q, k, v, scale=form.scale, **options)
         return out if form.out_scale == 1.0 else self.emit("mul", out, form.out_scale)
@@ -165,9 +188,6 @@ class Fuser:
         if form.dropout_p >= 1.0 or (form.capped and not form.amplitude > 0.0):
             raise Stays("all its weights are dropped, or its softcap is negative")
 
-    def _operand(self, read: Read, sequence: list[Axis], features: list[Axis]) -> fx.Node:
-        return self.views.arrange(read.node, read.dims, self.layout.groups(sequence, features))
-
     def _one_dtype(self, q: fx.Node, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         """Return query, key and value, without a cast to float32 before the scores: the op computes
         them in float32.
@@ -184,18 +204,11 @@ class Fuser:
     def _scaled(self, q: fx.Node, read: Read, divides: bool) -> fx.Node:
         if _axes(read) & {*self.layout.keys}:
             raise Stays("its scores are multiplied by a tensor of the keys")
-        groups = self.layout.groups(self.layout.queries, [])
+        groups = [*self.layout.lead, self.layout.queries, []]
         factor = self.views.arrange(read.node, read.dims, groups)
         scaled = self.emit(torch.div if divides else torch.mul, q, factor)
         dtype = tensor(q).dtype
         return scaled if tensor(scaled).dtype == dtype else self.emit("to", scaled, dtype)
-
-    def _one_head(self, *given: fx.Node) -> int | None:
-        """Return the axis that is heads, if all heads share one key and value."""
-        place, (q, k, v) = len(self.layout.batch) - 1, map(tensor, given)
-        if place != 1 or same(q.shape[1], 1) or not (same(k.shape[1], 1) and same(v.shape[1], 1)):
-            return None
-        return place
 
     def _readers_of_dropped(self) -> list[fx.Node]:
         """Return the readers of the dropped weights that are no part of the attention."""
@@ -214,7 +227,7 @@ class Fuser:
         layout, weights = self.layout, self.form.dropout
         p = require_dropout("dropout_p", self.form.dropout_p)
         assert weights is not None
-        groups = layout.groups(layout.queries, layout.keys)
+        groups = [*layout.lead, layout.queries, layout.keys]
         sizes = [math.prod(axis.size for axis in group) for group in groups]
         shape = [self.views.size(n) for n in (math.prod(sizes[:-2]), *sizes[-2:])]
         drop = self.emit(torch.ops.fastformer.dropped, seed, *shape, p, 0, 0)
@@ -227,28 +240,23 @@ class Fuser:
 
     def _fine(self, read: Read) -> fx.Node:
         layout = self.layout
-        axes = layout.batch + layout.queries + layout.keys
+        axes = [x for dim in (*layout.lead, layout.queries, layout.keys) for x in dim]
         return self.views.arrange(read.node, read.dims, [[axis] for axis in axes])
 
     def _merged(self, node: fx.Node) -> fx.Node:
-        """Return a tensor with one dimension for the queries and one for the keys."""
-        layout = self.layout
-        n = len(layout.batch)
-        if len(layout.queries) == len(layout.keys) == 1:
+        """Return a tensor with a dimension for each one of the scores."""
+        layout, shape = self.layout, [*tensor(node).shape]
+        full: list[Any] = []
+        merged: list[Any] = []
+        for axes in (*layout.lead, layout.queries, layout.keys):
+            sizes, shape = shape[: len(axes)], shape[len(axes) :]
+            if not all(same(n, 1) for n in sizes):
+                sizes = [axis.size for axis in axes]
+            full += sizes
+            merged.append(math.prod(sizes))
+        if len(full) == len(merged):
             return node
-        shape = tensor(node).shape
-        full: list[Any] = [*shape[:n]]
-        merged: list[Any] = [*shape[:n]]
-        at = n
-        for axes in (layout.queries, layout.keys):
-            own = [*shape[at : at + len(axes)]]
-            at += len(axes)
-            if all(same(m, 1) for m in own):
-                full, merged = full + own, [*merged, 1]
-            else:
-                full += [axis.size for axis in axes]
-                merged.append(math.prod(axis.size for axis in axes))
-        if not all(map(same, full, shape)):
+        if not all(map(same, full, tensor(node).shape)):
             node = self.emit("expand", node, *map(self.views.size, full))
         return self.emit("reshape", node, *self.views.sizes(merged))
 
@@ -259,7 +267,7 @@ class Fuser:
             if tensor(node).dtype not in (torch.float32, tensor(q).dtype):
                 node = self.emit("to", node, torch.float32)
             node = node if factor == 1.0 else self.emit(torch.mul, node, factor)
-            if not is_small(read.node):
+            if not is_small(read.node, -_LEAST):
                 node = self._bounded(node)
             total = node if total is None else self.emit(torch.add, total, node)
         if total is not None and tensor(total).dtype not in (torch.float32, tensor(q).dtype):

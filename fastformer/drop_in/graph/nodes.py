@@ -42,9 +42,11 @@ _NAMES = {
     **dict.fromkeys(("ipow", "imod", "ifloordiv", "ilshift", "irshift", "imatmul"), "changes_"),
 }
 _OPERATORS = {"and_", "or_", "not_", "is_"}  # of the module operator, which write nothing
-_CASTS = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
-_SAME = {"contiguous", "clone", "alias", "view_as", "identity", "positive"}
-_WRITTEN = "fastformer: written"  # in the meta of a node whose memory another node writes
+CASTS = {  # and copies
+    *("to", "float", "half", "bfloat16", "double", "type", "type_as"),
+    *("contiguous", "clone", "alias", "view_as", "identity", "positive"),
+}
+_WRITTEN = "fastformer: writers"  # in the meta of a node: those that write its memory
 # What begins or ends a region in which torch's functions compute in another way.
 _REGIONS = ("enter_autocast", "exit_autocast", "set_grad_enabled", "enter_inference_mode")
 
@@ -165,7 +167,12 @@ def uniform(node: fx.Node) -> float | None:
 
 def is_written(node: fx.Node) -> bool:
     """Return whether a node writes the memory of this one."""
-    return bool(node.meta.get(_WRITTEN))
+    return bool(writers_of(node))
+
+
+def writers_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that write the memory of this one."""
+    return node.meta.get(_WRITTEN, [])
 
 
 def _uniform(node: fx.Node) -> float | None:
@@ -177,7 +184,7 @@ def _uniform(node: fx.Node) -> float | None:
     for prefix, constant in (("zeros", 0.0), ("ones", 1.0), ("new_zeros", 0.0), ("new_ones", 1.0)):
         if called in (prefix, prefix + "_like"):
             return constant
-    if called in _CASTS or called in _SAME or called in ("expand", "reshape", "view"):
+    if called in CASTS or called in ("expand", "reshape", "view"):
         return number(source(node))
     if called in _MATHS and not node.kwargs:
         given = [number(x) for x in node.args]
@@ -191,8 +198,7 @@ def _uniform(node: fx.Node) -> float | None:
 
 def is_cast(node: fx.Node) -> bool:
     """Return whether a node only changes the dtype or the memory order of its first argument."""
-    called = name(node)
-    if called not in _CASTS and called not in _SAME:
+    if name(node) not in CASTS:
         return False
     given = source(node)
     return is_tensor(given) and all(tensor(x).is_floating_point() for x in (given, node))
@@ -238,7 +244,7 @@ def written(node: fx.Node) -> list[Any]:
     packet = isinstance(target, torch._ops.OpOverloadPacket)
     foreign = not called or (packet and not _is_aten(target))
     if foreign or node.op == "call_module":  # what is not torch's may write anything
-        return [] if _reads_only(target) else [*node.all_input_nodes]
+        return [] if reads_only(target) else [*node.all_input_nodes]
     found = [node.kwargs["out"]] if "out" in node.kwargs else []
     if called.endswith("_") or called in ("setitem", "delitem"):
         found.append(source(node))
@@ -271,8 +277,8 @@ def _is_aten(target: Any) -> bool:
     return target._qualified_op_name.startswith("aten::")
 
 
-def _reads_only(target: Any) -> bool:
-    return getattr(target, "__module__", "").split(".")[0] in ("einops", "fastformer")
+def reads_only(target: Any) -> bool:
+    return getattr(target, "__module__", "").split(".")[0] in ("einops", "einx", "fastformer")
 
 
 class History:
@@ -291,6 +297,7 @@ class History:
             self.add(node)
 
     def add(self, node: fx.Node) -> None:
+        node.meta[_WRITTEN] = [w for m in _memory(node) for w in self._writers.get(m, ())]
         for memory in _memory(node):
             self._members.setdefault(memory, []).append(node)
         if node.op == "placeholder" and not isinstance(value(node), torch.nn.Parameter):
@@ -301,9 +308,7 @@ class History:
             for memory in _memory(x):
                 self._writers.setdefault(memory, []).append(node)
                 for alias in self._members.get(memory, ()):
-                    alias.meta[_WRITTEN] = True
-        if any(memory in self._writers for memory in _memory(node)):
-            node.meta[_WRITTEN] = True
+                    alias.meta[_WRITTEN].append(node)
 
     def writers(self, node: Any, start: fx.Node, end: fx.Node) -> list[fx.Node]:
         """Return the nodes between these two that may write the memory of a node, in order."""

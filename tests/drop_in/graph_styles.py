@@ -888,6 +888,19 @@ class GroupedEinsum(Grouped):
         return torch.einsum("bgrqk,bgkd->bgrqd", scores.softmax(-1), v).flatten(1, 2)
 
 
+@listed(STYLES, with_mask, attention=1)
+class GroupedWithTable(GroupedExpand, WithTable):
+    """Repeated heads with a mask of all heads, a bias of each head and a temperature of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.rand(H, 1, 1) + 0.5)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ self.repeated(k).transpose(2, 3) * self.temperature + self.bias(q.shape[2])
+        return scores.masked_fill(~mask, -math.inf).softmax(-1) @ self.repeated(v)
+
+
 @listed(STYLES, attention=1)
 class ValuesOfAnotherWidth(Projections):
     """The values are wider than the keys."""
@@ -962,6 +975,38 @@ class AlibiBias(Projections):
         )
         scores = self.scores(q, k) + bias
         return scores.masked_fill(place[None, :] > place[:, None], -math.inf).softmax(-1)
+
+
+@listed(STYLES, with_hidden_row, attention=1)
+class AlibiOfABuffer(Projections):
+    """Slopes of a buffer times distances, and then a finite fill, as in x-transformers."""
+
+    slopes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1, H + 1).view(H, 1, 1))
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        place = torch.arange(q.shape[2])
+        distances = (place[None, :] - place[:, None]).abs().float()
+        scores = self.scores(q, k) + F.pad(-distances * self.slopes, (0, 0))
+        return scores.masked_fill(~mask, -torch.finfo(scores.dtype).max).softmax(-1)
+
+
+@listed(STYLES, with_hidden_row, attention=1)
+class GatheredPositions(Projections):
+    """Queries times positions, gathered by distances, and then a finite fill, as in DeBERTa."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(2 * LONGEST, D))
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        place = torch.arange(q.shape[2])
+        distances = (place[None, :] - place[:, None] + LONGEST).expand(*q.shape[:2], -1, -1)
+        scores = self.scores(q, k) + torch.gather(q @ self.positions.t(), -1, distances)
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
 
 
 @listed(STYLES, attention=1)
@@ -1041,6 +1086,38 @@ class Softcap(Projections):
         scores = torch.tanh(self.scores(q, k) / 5.0) * 5.0
         hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
         return scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1)
+
+
+class WithSinks(Projections):
+    """A learned score of each head is only in the denominator of the softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(H))
+
+    def column(self, scores: Tensor) -> Tensor:
+        return self.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+
+
+@listed(STYLES, with_hidden_row, attention=1)
+class SinkAfterTheKeys(WithSinks):
+    """The sink comes last, and the largest score is subtracted, as in GPT-OSS."""
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        hidden = torch.where(mask, 0.0, torch.finfo(q.dtype).min)
+        scores = self.scores(q, k) + hidden
+        scores = torch.cat([scores, self.column(scores)], dim=-1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+        return F.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1]
+
+
+@listed(STYLES, with_hidden_row, attention=1)
+class SinkBeforeTheKeys(WithSinks):
+    """The sink comes first; the keys are filled with a finite number."""
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        scores = self.scores(q, k).masked_fill(~mask, -1e9)
+        return torch.cat((self.column(scores), scores), -1).softmax(-1)[:, :, :, 1:]
 
 
 # ------------------------------------------------------------------------------------------- masks
@@ -1341,6 +1418,14 @@ class ZerosByTheSameMask(Projections):
         hidden = mask.eq(0)
         scores = self.scores(q, k).masked_fill(hidden, torch.finfo(q.dtype).min)
         return torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0)
+
+
+@listed(STYLES, with_hidden_row, attention=1)
+class WeightsTimesTheMask(Projections):
+    """The weights are multiplied by the mask as numbers where the scores were filled."""
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        return self.scores(q, k).masked_fill(~mask, -1e9).softmax(-1) * mask.float()
 
 
 @listed(STYLES, attention=1)
@@ -2439,6 +2524,62 @@ class BiasAfterTheFill(WithTable):
     def weights(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
         scores = self.scores(q, k).masked_fill(~mask, -1e4)
         return (scores + self.bias(q.shape[2])).softmax(-1)
+
+
+@listed(TRAPS, with_hidden_row)
+class DistancesFilledInPlace(Projections):
+    """Distances become a mask in place, before a finite fill of other keys."""
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        place = torch.arange(q.shape[2])
+        bias = -(place[None, :] - place[:, None]).abs().float()
+        scores = self.scores(q, k)
+        bias.masked_fill_(place[None, :] > 1, torch.finfo(q.dtype).min)
+        return (scores + bias).masked_fill(~mask, torch.finfo(q.dtype).min).softmax(-1)
+
+
+@listed(TRAPS, with_mask)
+class WeightsTimesAnotherMask(Projections):
+    """The weights are multiplied by a mask that the softmax has not seen."""
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        return self.scores(q, k).masked_fill(~mask, -1e9).softmax(-1) * mask.roll(1, -1).float()
+
+
+@listed(TRAPS)
+class SinksOfQueries(WithSinks):
+    """Each query has a sink of its own, which no op takes."""
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = self.scores(q, k)
+        return torch.cat([scores, q.sum(-1, keepdim=True)], -1).softmax(-1)[..., :-1]
+
+
+@listed(TRAPS)
+class SinksThatAreScaled(WithSinks):
+    """Scores and sink are scaled together."""
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = self.scores(q, k)
+        return (torch.cat([scores, self.column(scores)], -1) * 2).softmax(-1)[..., :-1]
+
+
+@listed(TRAPS)
+class LastKeyLeftOut(Projections):
+    """The last key counts in the softmax, and its value is left out: it is no sink."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.weights(q, k)[..., :-1] @ v[:, :, :-1]
+
+
+@listed(TRAPS)
+class KeysChangeAfterTheyAreRepeated(GroupedExpand):
+    """The heads of the keys are copied; then the keys that were copied change."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        repeated = self.repeated(k)
+        k.mul_(2)
+        return (q @ repeated.transpose(2, 3)).softmax(-1) @ self.repeated(v)
 
 
 @listed(TRAPS, with_hidden_row, attention=1)

@@ -47,6 +47,8 @@ from fastformer.drop_in.graph.nodes import (
     writers_of,
 )
 
+_ALL_BUT_ONE = (slice(1, None), slice(None, -1))  # the keys after a sink, or before it
+
 
 class Read(NamedTuple):
     """A tensor that the fused op reads, and the node that reads it in the model."""
@@ -86,6 +88,7 @@ class Form:
     terms: list[tuple[Read, float]] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     shifted: bool = False  # by a constant
+    sink: Read | None = None  # the scores of a column that only the denominator has
     operands: tuple[Read, Read] | None = None  # of the product of queries and keys
     features: list[Axis] = field(default_factory=list)  # over which that product sums
 
@@ -99,6 +102,7 @@ class Finder:
     def __init__(self, history: History) -> None:
         self.history = history
         self.form = Form()
+        self._column: tuple[int, list[Axis]] | None = None  # of a sink: its place, the keys
 
     def find(self, weights: fx.Node, dims: Dims, reader: fx.Node) -> Form | None:
         """Return the form of the weights that `reader` multiplies with values; None if they come
@@ -113,7 +117,7 @@ class Finder:
             self.form.nodes.append(node)
             if _softmax(node) is not None:
                 break
-            below = before_view(node, dims)
+            below = before_view(node, dims) or self._before_selection(node, dims)
             if below is None and not self._passes_weights(node, dims):
                 raise Stays(f"its weights pass {name(node) or node.target} after the softmax")
             dims = dims if below is None else below
@@ -124,10 +128,43 @@ class Finder:
         if any(self.history.writers(x, x, node) for x in inside):
             raise Stays("its softmax is changed in place")
         self.form.nodes += inside
-        self.form.keys = dims[place]
-        for step in reversed(self._scores(scores, dims, inside[-1] if inside else node)):
+        self.form.keys, reader = dims[place], inside[-1] if inside else node
+        if self._column is not None:
+            scores, dims, reader = self._sink(scores, dims, reader, *self._column)
+            self.form.keys = dims[place]
+        for step in reversed(self._scores(scores, dims, reader)):
             step(self.form)
         return self.form
+
+    def _before_selection(self, node: fx.Node, dims: Dims) -> Dims | None:
+        """Return the axes of weights of which the first or the last key is left out."""
+        if name(node) != "getitem" or self._column is not None:
+            return None
+        *rest, last = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        whole = all(i is Ellipsis or i == slice(None) for i in rest)
+        whole = whole and (Ellipsis in rest or len(rest) == len(dims) - 1)
+        if not whole or last not in _ALL_BUT_ONE:
+            return None
+        self._column = _ALL_BUT_ONE.index(last), dims[-1]
+        return [*dims[:-1], [Axis(tensor(source(node)).shape[-1])]]
+
+    def _sink(
+        self, node: Any, dims: Dims, reader: fx.Node, place: int, keys: list[Axis]
+    ) -> tuple[Any, Dims, fx.Node]:
+        """Return the scores to which a sink is appended, their axes and what reads them."""
+        node = self._version(node, reader)
+        while self._casts(node) or (
+            name(node) == "sub" and _largest_of(node.args[1]) is source(node)
+        ):
+            self.form.nodes.append(node)
+            node, reader = self._version(source(node), node), node
+        self.form.nodes.append(node)
+        given = source(node)
+        last = arg(node, 1, "dim", 0) in (-1, len(dims) - 1)
+        if name(node) != "cat" or not last or len(given) != 2:
+            raise Stays("a part of its weights is selected")
+        self.form.sink = self._read(given[place], dims, node)
+        return given[1 - place], [*dims[:-1], keys], node
 
     def _version(self, node: Any, reader: fx.Node) -> fx.Node:
         """Return the node that last wrote all of a tensor before it is read."""
@@ -154,6 +191,8 @@ class Finder:
             if fill.value != 0.0 or form.dropout is not None:
                 return False
             form.zeros.append(fill)
+        elif called == "mul" and (mask := _as_boolean(node.args[1])) is not None:
+            form.zeros.append(Fill(*_positive(self._read(mask, dims, node), True), 0.0))
         elif called in ("mul", "div") and not node.kwargs and len(node.args) == 2:
             factor = number(node.args[1])
             if not factor:
@@ -179,7 +218,7 @@ class Finder:
             mask, keeps, constant = arg(node, 1, "mask"), False, number(arg(node, 2, "value"))
         if constant is None:
             raise Stays("its scores or weights are replaced by those of a tensor")
-        return Fill(self._read(mask, dims, node), keeps, constant)
+        return Fill(*_positive(self._read(mask, dims, node), keeps), constant)
 
     def _read(self, node: Any, dims: Dims, reader: fx.Node) -> Read:
         if not is_tensor(node):
@@ -251,6 +290,23 @@ def _identity(node: Any) -> Any:
     return node
 
 
+def _as_boolean(node: Any) -> fx.Node | None:
+    """Return the boolean tensor of which a node holds ones and zeros, None if there is none."""
+    while name(node) in CASTS and tensor(node).dtype is not torch.bool:
+        node = source(node)
+    return node if is_tensor(node) and tensor(node).dtype is torch.bool else None
+
+
+def _positive(read: Read, keeps: bool) -> tuple[Read, bool]:
+    """Return a mask without the negations in front of it, and whether it then keeps."""
+    while name(read.node) in ("logical_not", "bitwise_not", "invert"):
+        below = source(read.node)
+        if tensor(below).dtype is not torch.bool:
+            break
+        read, keeps = Read(below, read.dims, read.node), not keeps
+    return read, keeps
+
+
 def _where(node: fx.Node) -> tuple[Any, Any, Any]:
     """Return (condition, tensor where it is true, tensor where it is false)."""
     given = [arg(node, i, key) for i, key in enumerate(("condition", "input", "other"))]
@@ -267,6 +323,10 @@ def _largest_of(node: Any) -> Any:
         node = source(node)
     one = len(node.all_input_nodes) == 1
     return source(node) if name(node) in ("amax", "max") and one else None
+
+
+def _is_without_largest(node: fx.Node) -> bool:
+    return name(node) == "sub" and _largest_of(node.args[1]) is source(node)
 
 
 def _follows_softmax(node: Any) -> bool:

@@ -164,6 +164,8 @@ class Fuser:
         if self.readers:
             options["dropout_seed"] = self.emit(draw_seeds, 1, tensor(q).device)
             self.kept = self._dropped_as_by_op(options["dropout_seed"])
+        if form.sink is not None:
+            options["sinks"] = self._sinks(form.sink, tensor(q).dtype)
         if form.capped:
             options["softcap"] = form.amplitude
             form.scale *= form.amplitude
@@ -179,6 +181,7 @@ class Fuser:
         reads = [self.layout.q, self.layout.k, self.layout.v]
         reads += [fill.mask for fill in (*form.fills, *form.zeros)]
         reads += [read for read, _ in (*form.tensor_scales, *form.terms)]
+        reads += [form.sink] if form.sink is not None else []
         for read in reads:
             before = history.writers(read.node, read.reader, self.anchor)
             if before or history.written_from(read.node, read.reader):
@@ -209,6 +212,15 @@ class Fuser:
         scaled = self.emit(torch.div if divides else torch.mul, q, factor)
         dtype = tensor(q).dtype
         return scaled if tensor(scaled).dtype == dtype else self.emit("to", scaled, dtype)
+
+    def _sinks(self, read: Read, dtype: torch.dtype) -> fx.Node:
+        """Return a number for each head."""
+        lead = self.layout.lead
+        read = _unrepeated(read, {*lead[-1]})
+        if len(lead) < 2 or not _axes(read) <= {*lead[-1]}:
+            raise Stays("its sinks are no numbers of heads")
+        node = self.views.expanded(self.views.arrange(read.node, read.dims, lead[-1:]), lead[-1:])
+        return node if tensor(node).dtype in (torch.float32, dtype) else self.emit("float", node)
 
     def _readers_of_dropped(self) -> list[fx.Node]:
         """Return the readers of the dropped weights that are no part of the attention."""
@@ -301,7 +313,7 @@ class Fuser:
         if hard and soft and form.fills.index(hard[0]) < form.fills.index(soft[-1]):
             raise Stays("a mask fills with a finite number after -inf")
         visible = self._all(hard + soft)
-        if visible is None or all(fill in cleared for fill in soft):
+        if visible is None or form.sink is not None or all(fill in cleared for fill in soft):
             return visible, None
         seen = self.emit(torch.any, visible, -1, keepdim=True)
         empty = self.emit(torch.logical_not, seen)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from graph_styles import REFUSED, STYLES, TRAPS
 from torch import nn
 from torch._inductor import compile_fx, config
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
@@ -383,6 +385,70 @@ def test_checkpoints(backend):
     with ff.fusing(), rewriter.recording() as rewriting:
         compare(model, compiled, batch())
     assert rewriting.fused()["scaled_dot_product_attention"] == 1
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x, mask):
+        return self.second(self.first(x, mask), mask)
+
+
+def shard(model):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for part in (model.first, model.second, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+@pytest.mark.with_all
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, shard])
+@pytest.mark.parametrize("backend", [passes_alone, ff.dynamo_backend_eager])
+def test_data_parallel(process_group, wrap, backend):
+    """Both layers are fused, though DDP and FSDP2 run hooks between them."""
+    model = Blocks().eval()
+    wrapped = wrap(copy.deepcopy(model))
+    compiled = torch.compile(wrapped, backend=backend)
+    with ff.fusing(), rewriter.recording() as rewriting:
+        want, have = model(*batch()), compiled(*batch())
+        want.square().mean().backward()
+        have.square().mean().backward()
+    assert rewriting.fused()["scaled_dot_product_attention"] == 2
+    torch.testing.assert_close(have, want)
+    for a, b in zip(model.parameters(), wrapped.parameters(), strict=True):
+        grad = b.grad.full_tensor() if hasattr(b.grad, "full_tensor") else b.grad
+        torch.testing.assert_close(grad, a.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.with_all
+def test_trainer_of_transformers(tmp_path):
+    """TrainingArguments(torch_compile=True), which takes no other backend than torch's own ones;
+    training gives the loss of the plain model.
+    """
+    transformers = pytest.importorskip("transformers", "5.17")
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            **dict(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+            **dict(intermediate_size=64, hidden_dropout_prob=0.0),
+            **dict(attention_probs_dropout_prob=0.0, attn_implementation="eager"),
+        )
+    )
+    ids = torch.arange(10) % 7 + 1
+    data = [dict(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))] * 8
+    losses = {}
+    for fused in (False, True):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), torch_compile=fused, max_steps=2,
+            report_to=[], use_cpu=True, per_device_train_batch_size=4, save_strategy="no",
+        )  # fmt: skip
+        trainer = transformers.Trainer(copy.deepcopy(model), arguments, train_dataset=data)
+        with ff.fusing(), rewriter.recording() as rewriting:
+            losses[fused] = trainer.train().training_loss
+        assert rewriting.fused()["scaled_dot_product_attention"] == fused
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
 
 
 def test_fusing():

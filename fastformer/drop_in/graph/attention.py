@@ -75,12 +75,10 @@ class Form:
     each with its factor, and fills replace some of them.
     """
 
-    nodes: list[fx.Node] = field(default_factory=list)  # of the pattern, from the weights on
-    dropout: Read | None = None  # what is dropped
-    dropout_p: float = 0.0
-    out_scale: float = 1.0  # a factor of the weights after the softmax
-    zeros: list[Fill] = field(default_factory=list)  # after the softmax
-    keys: list[Axis] = field(default_factory=list)  # the axes of the softmax
+    operands: tuple[Read, Read]  # of the product of queries and keys
+    features: list[Axis]  # over which that product sums
+    keys: list[Axis]  # the axes of the softmax
+    nodes: list[fx.Node]  # of the pattern, from the weights on
     scale: float = 1.0
     capped: bool = False
     amplitude: float = 1.0
@@ -89,52 +87,97 @@ class Form:
     fills: list[Fill] = field(default_factory=list)
     shifted: bool = False  # by a constant
     sink: Read | None = None  # the scores of a column that only the denominator has
-    operands: tuple[Read, Read] | None = None  # of the product of queries and keys
-    features: list[Axis] = field(default_factory=list)  # over which that product sums
+    zeros: list[Fill] = field(default_factory=list)  # after the softmax
+    dropout: Read | None = None  # what is dropped
+    dropout_p: float = 0.0
+    out_scale: float = 1.0  # a factor of the weights after the softmax
 
+    def scale_by(self, factor: float) -> None:
+        if self.fills and not factor > 0.0:
+            raise Stays("its filled scores change their sign")
+        for fill in self.fills:
+            fill.value *= factor
+        self.terms = [(term, f * factor) for term, f in self.terms]
+        if self.capped:
+            self.amplitude *= factor
+        else:
+            self.scale *= factor
 
-Step = Callable[[Form], None]  # what a node does to the scores, applied from the product on
+    def is_scaled_product(self) -> bool:
+        """Return whether the scores are products of queries and keys with scales alone."""
+        return not (self.capped or self.terms or self.fills or self.shifted)
+
+    def fill(self, fill: Fill) -> None:
+        most = abs(fill.value) / 100
+        if most < math.inf and not all(is_small(read.node, most) for read, _ in self.terms):
+            raise Stays("scores are filled with a finite number after a term, which may hide keys")
+        self.fills.append(fill)
+
+    def add(self, read: Read, factor: float) -> None:
+        if any(fill.value > -math.inf for fill in self.fills):
+            raise Stays("a term is added to scores that are filled with a finite number")
+        of_keys = {axis for dim in read.dims for axis in flat(dim)} & {*flat(self.keys)}
+        if _largest_of(read.node) in self.nodes and not of_keys:
+            self.shifted = True  # the scores of a row by the same number: no weight changes
+        else:
+            self.terms.append((read, factor))
 
 
 class Finder:
-    """Follows the weights of a product back to the product of queries and keys."""
+    """Follows the weights of a product back to the product of queries and keys.
+
+    Its methods take a node, the axes of its dimensions and perhaps the node that reads it, and
+    return the form up to that node.
+    """
 
     def __init__(self, history: History) -> None:
         self.history = history
-        self.form = Form()
+        self.nodes: list[fx.Node] = []
+        self.keys: list[Axis] = []
         self._column: tuple[int, list[Axis]] | None = None  # of a sink: its place, the keys
 
     def find(self, weights: fx.Node, dims: Dims, reader: fx.Node) -> Form | None:
         """Return the form of the weights that `reader` multiplies with values; None if they come
         from no softmax. dims: the axes of the weights.
         """
-        node: Any = weights
         self.dtype = tensor(reader).dtype
-        if not _follows_softmax(node):
-            return None
-        while True:
-            node = self._version(node, reader)
-            self.form.nodes.append(node)
-            if _softmax(node) is not None:
-                break
-            below = before_view(node, dims) or self._before_selection(node, dims)
-            if below is None and not self._passes_weights(node, dims):
-                raise Stays(f"its weights pass {name(node) or node.target} after the softmax")
-            dims = dims if below is None else below
-            node, reader = _chain(node), node
-        scores, place, inside = _softmax(node) or (None, None, [])
-        if not isinstance(place, int):
-            raise Stays("its softmax has no dimension")
-        if any(self.history.writers(x, x, node) for x in inside):
-            raise Stays("its softmax is changed in place")
-        self.form.nodes += inside
-        self.form.keys, reader = dims[place], inside[-1] if inside else node
-        if self._column is not None:
-            scores, dims, reader = self._sink(scores, dims, reader, *self._column)
-            self.form.keys = dims[place]
-        for step in reversed(self._scores(scores, dims, reader)):
-            step(self.form)
-        return self.form
+        return self._weights(weights, dims, reader) if _follows_softmax(weights) else None
+
+    def _weights(self, node: Any, dims: Dims, reader: fx.Node) -> Form:
+        node = self._version(node, reader)
+        self.nodes.append(node)
+        if _softmax(node) is not None:
+            return self._softmax(node, dims)
+        below = before_view(node, dims) or self._before_selection(node, dims)
+        form = self._weights(_chain(node), dims if below is None else below, node)
+        if below is None and not self._passes_weights(form, node, dims):
+            raise Stays(f"its weights pass {name(node) or node.target} after the softmax")
+        return form
+
+    def _passes_weights(self, form: Form, node: fx.Node, dims: Dims) -> bool:
+        """Note what a node does to the weights; return whether it is known."""
+        called = name(node).rstrip("_")
+        if is_dropout(node):
+            p = dropped(node)
+            if p and form.dropout is not None:
+                raise Stays("its weights are dropped twice")
+            if p:
+                form.dropout, form.dropout_p = Read(source(node), dims, node), p
+        elif called in ("masked_fill", "where"):
+            fill = self._fill(node, dims)
+            if fill.value != 0.0:
+                return False
+            form.zeros.append(fill)
+        elif called == "mul" and (mask := _of_boolean(node.args[1], dims, node)) is not None:
+            form.zeros.append(Fill(*_positive(mask, True), 0.0))
+        elif called in ("mul", "div") and not node.kwargs and len(node.args) == 2:
+            factor = number(node.args[1])
+            if not factor:
+                return False
+            form.out_scale *= 1 / factor if called == "div" else factor
+        else:
+            return self._casts(node) or (called == "nan_to_num" and not arg(node, 1, "nan"))
+        return True
 
     def _before_selection(self, node: fx.Node, dims: Dims) -> Dims | None:
         """Return the axes of weights of which the first or the last key is left out."""
@@ -148,23 +191,30 @@ class Finder:
         self._column = _ALL_BUT_ONE.index(last), dims[-1]
         return [*dims[:-1], [Axis(tensor(source(node)).shape[-1])]]
 
-    def _sink(
-        self, node: Any, dims: Dims, reader: fx.Node, place: int, keys: list[Axis]
-    ) -> tuple[Any, Dims, fx.Node]:
-        """Return the scores to which a sink is appended, their axes and what reads them."""
+    def _softmax(self, node: fx.Node, dims: Dims) -> Form:
+        scores, place, inside = _softmax(node) or (None, None, [])
+        if not isinstance(place, int):
+            raise Stays("its softmax has no dimension")
+        if any(self.history.writers(x, x, node) for x in inside):
+            raise Stays("its softmax is changed in place")
+        self.nodes += inside
+        reader, self.keys = inside[-1] if inside else node, dims[place]
+        return (self._scores if self._column is None else self._sink)(scores, dims, reader)
+
+    def _sink(self, node: Any, dims: Dims, reader: fx.Node) -> Form:
+        """Follow scores to which a sink is appended."""
         node = self._version(node, reader)
-        while self._casts(node) or (
-            name(node) == "sub" and _largest_of(node.args[1]) is source(node)
-        ):
-            self.form.nodes.append(node)
-            node, reader = self._version(source(node), node), node
-        self.form.nodes.append(node)
-        given = source(node)
-        last = arg(node, 1, "dim", 0) in (-1, len(dims) - 1)
-        if name(node) != "cat" or not last or len(given) != 2:
+        self.nodes.append(node)
+        if self._casts(node) or _is_without_largest(node):
+            return self._sink(source(node), dims, node)
+        given, last = source(node), arg(node, 1, "dim", 0) in (-1, len(dims) - 1)
+        if name(node) != "cat" or not last or len(given) != 2 or self.keys is not dims[-1]:
             raise Stays("a part of its weights is selected")
-        self.form.sink = self._read(given[place], dims, node)
-        return given[1 - place], [*dims[:-1], keys], node
+        assert self._column is not None
+        place, self.keys = self._column
+        form = self._scores(given[1 - place], [*dims[:-1], self.keys], node)
+        form.sink = self._read(given[place], dims, node)
+        return form
 
     def _version(self, node: Any, reader: fx.Node) -> fx.Node:
         """Return the node that last wrote all of a tensor before it is read."""
@@ -176,31 +226,6 @@ class Finder:
         if _identity(source(writers[-1])) is not _identity(node):
             raise Stays("its scores or weights are written through a view")
         return writers[-1]
-
-    def _passes_weights(self, node: fx.Node, dims: Dims) -> bool:
-        """Note what a node does to the weights; return whether it is known."""
-        called, form = name(node).rstrip("_"), self.form
-        if is_dropout(node):
-            p = dropped(node)
-            if p and form.dropout is not None:
-                raise Stays("its weights are dropped twice")
-            if p:
-                form.dropout, form.dropout_p = Read(source(node), dims, node), p
-        elif called in ("masked_fill", "where"):
-            fill = self._fill(node, dims)
-            if fill.value != 0.0 or form.dropout is not None:
-                return False
-            form.zeros.append(fill)
-        elif called == "mul" and (mask := _as_boolean(node.args[1])) is not None:
-            form.zeros.append(Fill(*_positive(self._read(mask, dims, node), True), 0.0))
-        elif called in ("mul", "div") and not node.kwargs and len(node.args) == 2:
-            factor = number(node.args[1])
-            if not factor:
-                return False
-            form.out_scale *= 1 / factor if called == "div" else factor
-        else:
-            return self._casts(node) or (called == "nan_to_num" and not arg(node, 1, "nan"))
-        return True
 
     def _casts(self, node: fx.Node) -> bool:
         """Return whether a node is a cast that rounds no more than the products."""
@@ -225,62 +250,122 @@ class Finder:
             raise Stays("a mask is no tensor")
         return Read(node, broadcast(dims, tensor(node).shape), reader)
 
-    def _scores(self, node: Any, dims: Dims, reader: fx.Node) -> list[Step]:
-        """Return the steps from the scores back to the product, the last step first."""
+    def _scores(self, node: Any, dims: Dims, reader: fx.Node) -> Form:
         node = self._version(node, reader)
-        self.form.nodes.append(node)
+        self.nodes.append(node)
         found = product(node)
         if found is not None:
-            return self._products(node, found, dims)
+            return self._product(node, found, dims)
         below = before_view(node, dims)
+        if below is None and (self._casts(node) or (is_dropout(node) and dropped(node) == 0.0)):
+            below = dims
         if below is not None:
             return self._scores(source(node), below, node)
-        if self._casts(node) or (is_dropout(node) and dropped(node) == 0.0):
-            return self._scores(source(node), dims, node)
         called = name(node)
-        step = _STEPS.get(called.rstrip("_"))
-        if step is None:
+        passes = _PASSES.get(called.rstrip("_"))
+        if passes is None:
             raise Stays(f"its scores pass {called or node.target}")
-        return step(self, node, dims)
+        return passes(self, node, dims)
 
-    def _products(self, node: fx.Node, found: Product, dims: Dims) -> list[Step]:
+    def _product(self, node: fx.Node, found: Product, dims: Dims) -> Form:
         known = dict(zip(found.labels[2], dims))
         left, right = operand_dims(found, known)
-        self.form.operands = Read(found.left, left, node), Read(found.right, right, node)
+        operands = Read(found.left, left, node), Read(found.right, right, node)
         summed = [label for label in found.labels[0] if label not in found.labels[2]]
-        self.form.features = [axis for label in summed for axis in known[label]]
-        steps = [_scale_by(found.factor)]
+        features = [axis for label in summed for axis in known[label]]
+        form = Form(operands, features, self.keys, self.nodes, found.factor)
         if found.term is not None and found.plus:
-            steps.insert(0, self._term(found.term, dims, node, found.plus))
-        return steps
+            form.add(self._read(found.term, dims, node), found.plus)
+        return form
 
-    def _term(self, term: fx.Node, dims: Dims, reader: fx.Node, factor: float) -> Step:
-        read = self._read(term, dims, reader)
-
-        def step(form: Form) -> None:
-            if any(fill.value > -math.inf for fill in form.fills):
-                raise Stays("a term is added to scores that are filled with a finite number")
-            of_keys = {axis for dim in read.dims for axis in flat(dim)} & {*flat(form.keys)}
-            if _largest_of(term) in form.nodes and not of_keys:
-                form.shifted = True  # the scores of a row by the same number: no weight changes
-            else:
-                form.terms.append((read, factor))
-
-        return step
-
-    def _either(self, node: fx.Node, dims: Dims) -> tuple[int, list[Step]]:
-        """Return which of two arguments leads to a product, and its steps."""
+    def _either(self, node: fx.Node, dims: Dims) -> tuple[int, Form]:
+        """Return which of two arguments leads to a product, and its form."""
         reason = Stays("its scores are no product")
         for i, x in enumerate((source(node), arg(node, 1, "other"))):
             if not is_tensor(x) or not tensor(x).dim():
                 continue
-            before = len(self.form.nodes)
+            before = len(self.nodes)
             try:
                 return i, self._scores(x, broadcast(dims, tensor(x).shape), node)
             except Stays as stays:
-                del self.form.nodes[before:]
+                del self.nodes[before:]
                 reason = stays
         raise reason
+
+    def sum(self, node: fx.Node, dims: Dims) -> Form:
+        given = source(node), arg(node, 1, "other")
+        alpha = number(node.kwargs.get("alpha", 1))
+        if alpha is None or len(node.args) > 2:
+            raise Stays("a sum of its scores has an unknown alpha")
+        factors = [1.0, -alpha if name(node).startswith("sub") else alpha]
+        if name(node) == "rsub":
+            factors = [-alpha, 1.0]
+        for i in (0, 1):
+            constant = number(given[i])
+            if constant is not None:  # which changes no weight, unless it is large
+                if abs(constant) > 1e3:
+                    raise Stays("a large number is added to its scores")
+                form = self._scores(given[1 - i], dims, node)
+                form.scale_by(factors[1 - i])
+                form.shifted = True
+                return form
+        i, form = self._either(node, dims)
+        form.scale_by(factors[i])
+        form.add(self._read(given[1 - i], dims, node), factors[1 - i])
+        return form
+
+    def factor(self, node: fx.Node, dims: Dims) -> Form:
+        given, divides = (source(node), arg(node, 1, "other")), name(node).startswith("div")
+        if node.kwargs.get("rounding_mode") is not None or (divides and not is_tensor(given[0])):
+            raise Stays("its scores are rounded, or divide a number")
+        for i in (0, 1):
+            factor = number(given[i])
+            if factor is not None and not (divides and (i == 0 or factor == 0.0)):
+                form = self._scores(given[1 - i], dims, node)
+                form.scale_by(1 / factor if divides else factor)
+                return form
+        i, form = self._either(node, dims)
+        if divides and i == 1:
+            raise Stays("its scores divide a tensor")
+        if not form.is_scaled_product():
+            raise Stays("its scores are multiplied by a tensor after a mask or a term")
+        form.tensor_scales.append((self._read(given[1 - i], dims, node), divides))
+        return form
+
+    def filled(self, node: fx.Node, dims: Dims) -> Form:
+        form = self._scores(_chain(node), dims, node)
+        form.fill(self._fill(node, dims))
+        return form
+
+    def assigned(self, node: fx.Node, dims: Dims) -> Form:
+        mask, constant = arg(node, 1, "indices"), number(arg(node, 2, "value"))
+        if not is_tensor(mask) or constant is None or tensor(mask).dim() != len(dims):
+            raise Stays("a part of its scores is assigned")
+        form = self._scores(source(node), dims, node)
+        form.fill(Fill(self._read(mask, dims, node), False, constant))
+        return form
+
+    def tanh(self, node: fx.Node, dims: Dims) -> Form:
+        form = self._scores(source(node), dims, node)
+        if not form.is_scaled_product():
+            raise Stays("a tanh of its scores follows a mask or a term")
+        form.capped = True
+        return form
+
+    def negative(self, node: fx.Node, dims: Dims) -> Form:
+        form = self._scores(source(node), dims, node)
+        form.scale_by(-1.0)
+        return form
+
+
+_PASSES: dict[str, Callable[[Finder, fx.Node, Dims], Form]] = {
+    **dict.fromkeys(("add", "sub", "rsub"), Finder.sum),
+    **dict.fromkeys(("mul", "div"), Finder.factor),
+    **dict.fromkeys(("masked_fill", "where"), Finder.filled),
+    "setitem": Finder.assigned,
+    "tanh": Finder.tanh,
+    "neg": Finder.negative,
+}
 
 
 def _identity(node: Any) -> Any:
@@ -290,11 +375,13 @@ def _identity(node: Any) -> Any:
     return node
 
 
-def _as_boolean(node: Any) -> fx.Node | None:
+def _of_boolean(node: Any, dims: Dims, reader: fx.Node) -> Read | None:
     """Return the boolean tensor of which a node holds ones and zeros, None if there is none."""
     while name(node) in CASTS and tensor(node).dtype is not torch.bool:
-        node = source(node)
-    return node if is_tensor(node) and tensor(node).dtype is torch.bool else None
+        node, reader = source(node), node
+    if not is_tensor(node) or tensor(node).dtype is not torch.bool:
+        return None
+    return Read(node, broadcast(dims, tensor(node).shape), reader)
 
 
 def _positive(read: Read, keeps: bool) -> tuple[Read, bool]:
@@ -365,53 +452,6 @@ def _chain(node: fx.Node) -> Any:
     return source(node)
 
 
-# What nodes do to the scores: the steps of a form.
-
-
-def _scale_by(factor: float) -> Step:
-    def step(form: Form) -> None:
-        if form.fills and not factor > 0.0:
-            raise Stays("its filled scores change their sign")
-        for fill in form.fills:
-            fill.value *= factor
-        form.terms = [(term, f * factor) for term, f in form.terms]
-        if form.capped:
-            form.amplitude *= factor
-        else:
-            form.scale *= factor
-
-    return step
-
-
-def _multiply(read: Read, divides: bool) -> Step:
-    def step(form: Form) -> None:
-        if form.capped or form.terms or form.fills or form.shifted:
-            raise Stays("its scores are multiplied by a tensor after a mask or a term")
-        form.tensor_scales.append((read, divides))
-
-    return step
-
-
-def _shift(form: Form) -> None:
-    form.shifted = True
-
-
-def _cap(form: Form) -> None:
-    if form.capped or form.terms or form.fills or form.shifted:
-        raise Stays("a tanh of its scores follows a mask or a term")
-    form.capped = True
-
-
-def _fill_by(fill: Fill) -> Step:
-    def step(form: Form) -> None:
-        most, soft = abs(fill.value) / 100, fill.value > -math.inf
-        if soft and not all(is_small(read.node, most) for read, _ in form.terms):
-            raise Stays("scores are filled with a finite number after a term, which may hide keys")
-        form.fills.append(fill)
-
-    return step
-
-
 _ARITHMETIC = frozenset(
     [
         *("add", "sub", "rsub", "mul", "div", "floor_divide", "neg", "abs", "pow", "reciprocal"),
@@ -462,67 +502,3 @@ def is_small(term: fx.Node, most: float) -> bool:
         elif node.op != "placeholder" or x.dim() < 3 or not same(x.numel(), max(x.shape[:-1])):
             return False  # but numbers of heads, [H, 1, 1], hide no key
     return True
-
-
-# How the finder passes such nodes: each returns the steps from the node back to the product.
-
-
-def _pass_sum(finder: Finder, node: fx.Node, dims: Dims) -> list[Step]:
-    given = source(node), arg(node, 1, "other")
-    alpha = number(node.kwargs.get("alpha", 1))
-    if alpha is None or len(node.args) > 2:
-        raise Stays("a sum of its scores has an unknown alpha")
-    factors = [1.0, -alpha if name(node).startswith("sub") else alpha]
-    if name(node) == "rsub":
-        factors = [-alpha, 1.0]
-    for i in (0, 1):
-        constant = number(given[i])
-        if constant is not None:  # which changes no weight, unless it is large
-            if abs(constant) > 1e3:
-                raise Stays("a large number is added to its scores")
-            steps = finder._scores(given[1 - i], dims, node)
-            return [_shift, _scale_by(factors[1 - i]), *steps]
-    i, steps = finder._either(node, dims)
-    term = finder._term(given[1 - i], dims, node, factors[1 - i])
-    return [term, _scale_by(factors[i]), *steps]
-
-
-def _pass_factor(finder: Finder, node: fx.Node, dims: Dims) -> list[Step]:
-    given, divides = (source(node), arg(node, 1, "other")), name(node).startswith("div")
-    if node.kwargs.get("rounding_mode") is not None or (divides and not is_tensor(given[0])):
-        raise Stays("its scores are rounded, or divide a number")
-    for i in (0, 1):
-        factor = number(given[i])
-        if factor is not None and not (divides and (i == 0 or factor == 0.0)):
-            steps = finder._scores(given[1 - i], dims, node)
-            return [_scale_by(1 / factor if divides else factor), *steps]
-    i, steps = finder._either(node, dims)
-    if divides and i == 1:
-        raise Stays("its scores divide a tensor")
-    return [_multiply(finder._read(given[1 - i], dims, node), divides), *steps]
-
-
-def _pass_fill(finder: Finder, node: fx.Node, dims: Dims) -> list[Step]:
-    return [_fill_by(finder._fill(node, dims)), *finder._scores(_chain(node), dims, node)]
-
-
-def _pass_index(finder: Finder, node: fx.Node, dims: Dims) -> list[Step]:
-    mask, constant = arg(node, 1, "indices"), number(arg(node, 2, "value"))
-    if not is_tensor(mask) or constant is None or tensor(mask).dim() != len(dims):
-        raise Stays("a part of its scores is assigned")
-    fill = Fill(finder._read(mask, dims, node), False, constant)
-    return [_fill_by(fill), *finder._scores(source(node), dims, node)]
-
-
-def _pass_one(step: Step) -> Callable[[Finder, fx.Node, Dims], list[Step]]:
-    return lambda finder, node, dims: [step, *finder._scores(source(node), dims, node)]
-
-
-_STEPS: dict[str, Callable[[Finder, fx.Node, Dims], list[Step]]] = {
-    **dict.fromkeys(("add", "sub", "rsub"), _pass_sum),
-    **dict.fromkeys(("mul", "div"), _pass_factor),
-    **dict.fromkeys(("masked_fill", "where"), _pass_fill),
-    "setitem": _pass_index,
-    "tanh": _pass_one(_cap),
-    "neg": _pass_one(_scale_by(-1.0)),
-}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_flatten
 
 from fastformer.checks import draw_seeds, require_dropout
 from fastformer.drop_in.graph.attention import Fill, Finder, Form, Read, is_small
@@ -300,8 +301,11 @@ class Fuser:
         all their scores.
         """
         form = self.form
-        cleared = [fill for fill in form.fills if any(_alike(fill, x) for x in form.zeros)]
-        if any(not any(_alike(fill, x) for fill in form.fills) for x in form.zeros):
+        hidden = [
+            [x for x in form.fills if x.keeps == zero.keeps and _alike(x.mask.node, zero.mask.node)]
+            for zero in form.zeros
+        ]
+        if not all(hidden):
             raise Stays("weights are set to 0 that the softmax has not hidden")
         for fill in form.fills:
             if not fill.value <= _HIDES:
@@ -313,7 +317,11 @@ class Fuser:
         if hard and soft and form.fills.index(hard[0]) < form.fills.index(soft[-1]):
             raise Stays("a mask fills with a finite number after -inf")
         visible = self._all(hard + soft)
-        if visible is None or form.sink is not None or all(fill in cleared for fill in soft):
+        if (
+            visible is None
+            or form.sink is not None
+            or all(any(fill in x for x in hidden) for fill in soft)
+        ):
             return visible, None
         seen = self.emit(torch.any, visible, -1, keepdim=True)
         empty = self.emit(torch.logical_not, seen)
@@ -342,28 +350,16 @@ def _was(node: fx.Node, dtype: torch.dtype) -> bool:
     return tensor(node).dtype == dtype
 
 
-def _alike(a: Fill, b: Fill) -> bool:
-    return a.keeps == b.keeps and equal(a.mask.node, b.mask.node)
-
-
 _RANDOM = ("rand", "bernoulli", "dropout", "normal", "multinomial", "empty")
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Return whether two nodes are one, or the same function of equal arguments."""
-    if a is b:
-        return True
-    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
-        alike = a.op == b.op and a.target == b.target and a.op.startswith("call")
-        if not alike or not name(a) or any(x in name(a) for x in _RANDOM):
-            return False
-        if any(map(is_written, (*a.all_input_nodes, *b.all_input_nodes))):
-            return False
-        return equal(list(a.args), list(b.args)) and equal(dict(a.kwargs), dict(b.kwargs))
-    if type(a) is not type(b):
+def _alike(a: Any, b: Any) -> bool:
+    """Return whether two masks are one, or the same function of the same tensors."""
+    if a is b or not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+        return type(a) is type(b) and bool(a == b)
+    if a.target != b.target or not name(a) or any(x in name(a) for x in _RANDOM):
         return False
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    return bool(a == b)
+    (x, of_x), (y, of_y) = (tree_flatten((node.args, node.kwargs)) for node in (a, b))
+    if of_x != of_y or any(map(is_written, (*a.all_input_nodes, *b.all_input_nodes))):
+        return False
+    return all(map(_alike, x, y))

@@ -452,23 +452,11 @@ def _chain(node: fx.Node) -> Any:
     return source(node)
 
 
-_ARITHMETIC = frozenset(
-    [
-        *("add", "sub", "rsub", "mul", "div", "floor_divide", "neg", "abs", "pow", "reciprocal"),
-        *(
-            "arange",
-            "sigmoid",
-            "tanh",
-            "relu",
-            "clamp",
-            "minimum",
-            "maximum",
-            "sqrt",
-            "square",
-            "pad",
-        ),
-    ]
-)
+_ARITHMETIC = {
+    *("add", "sub", "rsub", "mul", "div", "floor_divide", "neg", "abs", "pow", "reciprocal"),
+    *("sqrt", "square", "sigmoid", "tanh", "relu", "clamp", "minimum", "maximum", "arange"),
+    *("pad", "cumsum", "logsigmoid"),
+}
 _SELECTS = CASTS | {"getitem", "index_select", "gather", "repeat", "cat", "stack", "roll"}
 
 
@@ -491,7 +479,9 @@ def is_small(term: fx.Node, most: float) -> bool:
         x, called, constant = value(node), name(node).rstrip("_"), number(node)
         if constant is not None:
             stack.append(constant)
-        elif not isinstance(x, Tensor) or isinstance(x, torch.nn.Parameter):
+        elif not isinstance(x, Tensor):
+            stack.append(1e6)  # a size that is not known
+        elif isinstance(x, torch.nn.Parameter):
             pass
         elif called in _SELECTS or is_view(node):
             stack += tree_leaves(source(node))

@@ -72,17 +72,9 @@ def _taken(rest: list[Axis], size: Any) -> list[Axis]:
     return taken
 
 
-CONTIGUOUS = {
-    "linear",
-    "matmul",
-    "bmm",
-    "mm",
-    "baddbmm",
-    "addmm",
-    "einsum",
-    "softmax",
-    "layer_norm",
-    "embedding",
+CONTIGUOUS = {  # functions whose result is contiguous, whatever the strides before
+    *("linear", "matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "softmax", "layer_norm"),
+    *("embedding",),
 }
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 _PERMUTES = {"transpose", "permute", "movedim", "moveaxis", "t", "T", "mT"}

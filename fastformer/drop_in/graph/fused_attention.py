@@ -208,9 +208,7 @@ class Fuser:
     def _scaled(self, q: fx.Node, read: Read, divides: bool) -> fx.Node:
         if _axes(read) & {*self.layout.keys}:
             raise Stays("its scores are multiplied by a tensor of the keys")
-        groups = [*self.layout.lead, self.layout.queries, []]
-        factor = self.views.arrange(read.node, read.dims, groups)
-        scaled = self.emit(torch.div if divides else torch.mul, q, factor)
+        scaled = self.emit(torch.div if divides else torch.mul, q, self._merged(self._fine(read)))
         dtype = tensor(q).dtype
         return scaled if tensor(scaled).dtype == dtype else self.emit("to", scaled, dtype)
 

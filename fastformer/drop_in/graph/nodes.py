@@ -43,8 +43,8 @@ _NAMES = {
 }
 _OPERATORS = {"and_", "or_", "not_", "is_"}  # of the module operator, which write nothing
 CASTS = {  # and copies
-    *("to", "float", "half", "bfloat16", "double", "type", "type_as"),
-    *("contiguous", "clone", "alias", "view_as", "identity", "positive"),
+    *("to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone"),
+    *("alias", "view_as", "identity", "positive"),
 }
 _WRITTEN = "fastformer: writers"  # in the meta of a node: those that write its memory
 # What begins or ends a region in which torch's functions compute in another way.

@@ -11,35 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fastformer.drop_in.graph.nodes import (
-    History,
-    is_cast,
-    is_tensor,
-    name,
-    source,
-    tensor,
-)
+from fastformer.drop_in.graph.nodes import History, is_cast, is_tensor, name, source, tensor
 
-ELEMENTWISE = frozenset(
-    [
-        *(
-            "relu",
-            "gelu",
-            "silu",
-            "sigmoid",
-            "tanh",
-            "erf",
-            "exp",
-            "mul",
-            "add",
-            "sub",
-            "div",
-            "pow",
-        ),
-        *("square", "neg", "reciprocal", "sqrt", "rsqrt", "clamp", "clamp_min", "abs", "softplus"),
-    ]
-)
-REDUCTIONS = frozenset(("mean", "var", "std", "norm", "normalize"))
+ELEMENTWISE = {
+    *("relu", "gelu", "silu", "sigmoid", "tanh", "erf", "exp", "mul", "add", "sub", "div"),
+    *("pow", "square", "neg", "reciprocal", "sqrt", "rsqrt", "clamp", "clamp_min", "abs"),
+    *("softplus",),
+}
+REDUCTIONS = {"mean", "var", "std", "norm", "normalize"}
 _MOST = 20  # nodes
 
 
@@ -64,7 +43,7 @@ class Region(NamedTuple):
         return known[self.nodes[-1]]
 
 
-def regions(node: fx.Node, functions: frozenset[str], reduces: bool = False) -> Iterator[Region]:
+def regions(node: fx.Node, functions: set[str], reduces: bool = False) -> Iterator[Region]:
     """Yield the regions of such functions that end at a node, the smallest first. Nobody outside
     reads the nodes before the last one. reduces: a reduction of a row is among them.
     """

@@ -14,13 +14,7 @@ from torch import Tensor, fx
 from fastformer.drop_in.graph.axes import product, strides, views_of
 from fastformer.drop_in.graph.fused_attention import fused_attention
 from fastformer.drop_in.graph.layers import feed_forward, loss
-from fastformer.drop_in.graph.nodes import (
-    History,
-    Stays,
-    name,
-    value,
-    written,
-)
+from fastformer.drop_in.graph.nodes import History, Stays, name, value, written
 from fastformer.drop_in.graph.norms import Match, norm
 from fastformer.drop_in.graph.torch_functions import attention_of_torch
 

@@ -169,7 +169,7 @@ class Finder:
                 return False
             form.zeros.append(fill)
         elif called == "mul" and (mask := _of_boolean(node.args[1], dims, node)) is not None:
-            form.zeros.append(Fill(*_positive(mask, True), 0.0))
+            form.zeros.append(Fill(mask, True, 0.0))
         elif called in ("mul", "div") and not node.kwargs and len(node.args) == 2:
             factor = number(node.args[1])
             if not factor:
@@ -243,7 +243,7 @@ class Finder:
             mask, keeps, constant = arg(node, 1, "mask"), False, number(arg(node, 2, "value"))
         if constant is None:
             raise Stays("its scores or weights are replaced by those of a tensor")
-        return Fill(*_positive(self._read(mask, dims, node), keeps), constant)
+        return Fill(self._read(mask, dims, node), keeps, constant)
 
     def _read(self, node: Any, dims: Dims, reader: fx.Node) -> Read:
         if not is_tensor(node):
@@ -280,17 +280,17 @@ class Finder:
 
     def _either(self, node: fx.Node, dims: Dims) -> tuple[int, Form]:
         """Return which of two arguments leads to a product, and its form."""
-        reason = Stays("its scores are no product")
+        reasons = [(0, Stays("its scores are no product"))]
+        before = len(self.nodes)
         for i, x in enumerate((source(node), arg(node, 1, "other"))):
             if not is_tensor(x) or not tensor(x).dim():
                 continue
-            before = len(self.nodes)
             try:
                 return i, self._scores(x, broadcast(dims, tensor(x).shape), node)
             except Stays as stays:
+                reasons.append((len(self.nodes), stays))
                 del self.nodes[before:]
-                reason = stays
-        raise reason
+        raise max(reasons, key=lambda reason: reason[0])[1]  # of the longer way
 
     def sum(self, node: fx.Node, dims: Dims) -> Form:
         given = source(node), arg(node, 1, "other")
@@ -382,16 +382,6 @@ def _of_boolean(node: Any, dims: Dims, reader: fx.Node) -> Read | None:
     if not is_tensor(node) or tensor(node).dtype is not torch.bool:
         return None
     return Read(node, broadcast(dims, tensor(node).shape), reader)
-
-
-def _positive(read: Read, keeps: bool) -> tuple[Read, bool]:
-    """Return a mask without the negations in front of it, and whether it then keeps."""
-    while name(read.node) in ("logical_not", "bitwise_not", "invert"):
-        below = source(read.node)
-        if tensor(below).dtype is not torch.bool:
-            break
-        read, keeps = Read(below, read.dims, read.node), not keeps
-    return read, keeps
 
 
 def _where(node: fx.Node) -> tuple[Any, Any, Any]:

@@ -300,8 +300,7 @@ class Fuser:
         """
         form = self.form
         hidden = [
-            [x for x in form.fills if x.keeps == zero.keeps and _alike(x.mask.node, zero.mask.node)]
-            for zero in form.zeros
+            [fill for fill in form.fills if _alike(_kept(fill), _kept(zero))] for zero in form.zeros
         ]
         if not all(hidden):
             raise Stays("weights are set to 0 that the softmax has not hidden")
@@ -351,8 +350,18 @@ def _was(node: fx.Node, dtype: torch.dtype) -> bool:
 _RANDOM = ("rand", "bernoulli", "dropout", "normal", "multinomial", "empty")
 
 
+def _kept(fill: Fill) -> tuple[fx.Node, bool]:
+    """Return the mask of a fill without negations, and whether it keeps."""
+    mask, keeps = fill.mask.node, fill.keeps
+    while name(mask) in ("logical_not", "bitwise_not", "invert") and not is_written(source(mask)):
+        mask, keeps = source(mask), not keeps
+    return mask, keeps
+
+
 def _alike(a: Any, b: Any) -> bool:
     """Return whether two masks are one, or the same function of the same tensors."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return all(map(_alike, a, b))
     if a is b or not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
         return type(a) is type(b) and bool(a == b)
     if a.target != b.target or not name(a) or any(x in name(a) for x in _RANDOM):

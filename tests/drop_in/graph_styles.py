@@ -1670,6 +1670,22 @@ class LayerNormByVariance(OneNorm):
         return self.weight * (x - mean) / torch.sqrt(var + self.eps) + self.shift
 
 
+@listed(STYLES, image, norm=1)
+class LayerNormOfChannels(nn.Module):
+    """The norm of the channels of an image, as in ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, WIDTH, 1, 1))
+        self.shift = nn.Parameter(torch.zeros(1, WIDTH, 1, 1))
+        self.before = nn.Conv2d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        mean, var = x.mean(dim=1, keepdim=True), torch.var(x, dim=1, unbiased=False, keepdim=True)
+        return (x - mean) / (var + 1e-5).sqrt() * self.weight + self.shift
+
+
 @listed(STYLES, norm=1)
 class LayerNormBySquares(OneNorm):
     """The mean of the squared differences, as in the first BERT ports."""

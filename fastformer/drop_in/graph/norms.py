@@ -27,6 +27,7 @@ from fastformer.drop_in.graph.nodes import (
 from fastformer.drop_in.graph.regions import (
     ELEMENTWISE,
     REDUCTIONS,
+    Region,
     is_untouched,
     known_function,
     regions,
@@ -38,7 +39,9 @@ Match = tuple[str, fx.Node, list[fx.Node]]  # the op, what replaces the node, an
 
 
 class Norm(NamedTuple):
-    """A norm of `input` over its last `rank` dimensions, and the nodes that compute it."""
+    """A norm of `input` over its last `rank` dimensions, or over the one at `place`, and the nodes
+    that compute it.
+    """
 
     input: fx.Node
     nodes: list[fx.Node]
@@ -48,6 +51,7 @@ class Norm(NamedTuple):
     bias: fx.Node | None = None
     unbiased: bool = False
     rank: int = 1
+    place: int = -1
 
 
 def norm(history: History, node: fx.Node) -> Match | None:
@@ -66,20 +70,24 @@ def norm(history: History, node: fx.Node) -> Match | None:
     if match is not None:
         return match
     x, options = found.input, {"unbiased": True} if found.unbiased else {}
-    shape = [*tensor(x).shape[-found.rank :]]
-    if found.is_rms:
-        new = emit(functional.rms_norm, x, shape, found.weight, found.eps)
-        return "rms_norm", fitting(emit, new, node), found.nodes
-    new = emit(functional.layer_norm, x, shape, found.weight, found.bias, found.eps, **options)
-    return "layer_norm", fitting(emit, new, node), found.nodes
+    x = x if found.place == -1 else emit(torch.movedim, x, found.place, -1)
+    op = functional.rms_norm if found.is_rms else functional.layer_norm
+    given = (found.weight,) if found.is_rms else (found.weight, found.bias)
+    new = emit(op, x, [*tensor(x).shape[-found.rank :]], *given, found.eps, **options)
+    new = new if found.place == -1 else emit(torch.movedim, new, -1, found.place)
+    return op.__name__, fitting(emit, new, node), found.nodes
 
 
 def _row(emit: Emitter, found: Norm, row: fx.Node | None) -> fx.Node | None:
-    """Return the weight or the bias, with an element for each column."""
-    width = tensor(found.input).shape[-1]
-    if row is None or found.rank > 1 or tensor(row).shape[-1] == width:
+    """Return the weight or the bias, with an element for each place of the norm."""
+    if row is None or found.rank > 1:
         return row
-    return emit("expand", row, width)
+    width, row = tensor(found.input).shape[found.place], _flat(emit, row)
+    return row if tensor(row).shape[0] == width else emit("expand", row, width)
+
+
+def _flat(emit: Emitter, row: fx.Node) -> fx.Node:
+    return row if tensor(row).dim() == 1 else emit("flatten", row)
 
 
 def _norm_of_torch(node: fx.Node) -> Norm | None:
@@ -97,24 +105,33 @@ def _norm_by_hand(node: fx.Node) -> Norm | None:
     """Return the norm that a region of means, roots and products computes."""
     if name(node) not in ("mul", "div", "add"):
         return None
-    found = next(regions(node, ELEMENTWISE | REDUCTIONS, reduces=True), None)
-    width = tensor(node).shape[-1] if found is not None else 0
-    if found is None or len(found.rows) > 2 or not isinstance(width, int) or width < 2:
-        return None
+    last = tensor(node).dim() - 1
+    for place in (last, 1) if last > 1 else (last,):  # the channels of images are the second one
+        found = next(regions(node, ELEMENTWISE | REDUCTIONS, place), None)
+        width = tensor(node).shape[place] if found is not None else 0
+        if found is None or len(found.rows) > 2 or not isinstance(width, int) or width < 2:
+            continue
+        known = _known_norm(found, place, last, width)
+        if known is not None:
+            return known
+    return None
+
+
+def _known_norm(found: Region, place: int, last: int, width: int) -> Norm | None:
+    """Return the norm over the dimension `place` that a region computes on random numbers."""
     random = torch.Generator().manual_seed(0)
-    lead = [1, 2, 2, 2, 2, 2][: tensor(node).dim() - 2]
-    x, *rows = (
-        torch.randn(shape, dtype=torch.float64, generator=random)
-        for shape in ([12, *lead, width], *(tensor(row).shape for row in found.rows))
-    )
+    shapes = [[12, *[1, 2, 2, 2, 2][: last - 1], width], *(tensor(row).shape for row in found.rows)]
+    x, *rows = (torch.randn(shape, dtype=torch.float64, generator=random) for shape in shapes)
     sizes = 100.0 * 10.0 ** -torch.arange(12.0, dtype=torch.float64)  # eps counts in small rows
-    x = (x + 1) * sizes.view(-1, *[1] * (x.dim() - 1))
+    x = (x + 1) * sizes.view(-1, *[1] * last)
     constants = [number(y) for n in found.nodes for y in (*n.args, *n.kwargs.values())]
     functions: dict[Any, Callable[[], Tensor]] = {}
     for eps in {1e-24 / width, *(c for c in constants if c is not None and 0 <= c <= 1)}:
         for order in ([*range(len(rows))], [*range(len(rows))][::-1]):
-            _add_candidates(functions, x, eps, order, [rows[i].expand(width) for i in order])
-    key = known_function(found, {found.input: x, **dict(zip(found.rows, rows))}, functions)
+            by_place = [rows[i].flatten().expand(width) for i in order]
+            functions |= _candidates(x, eps, order, by_place)
+    given = {found.input: x.movedim(-1, place), **dict(zip(found.rows, rows))}
+    key = known_function(found, given, functions, place)
     if key is None:
         return None
     kind, eps, *places = key
@@ -122,32 +139,35 @@ def _norm_by_hand(node: fx.Node) -> Norm | None:
     x_of, nodes = found.input, found.nodes
     if is_cast(x_of):
         x_of, nodes = source(x_of), [x_of, *nodes]
-    return Norm(x_of, nodes, kind == "rms", eps, weight, bias, kind == "std")
+    from_last = place - last - 1
+    return Norm(x_of, nodes, kind == "rms", eps, weight, bias, kind == "std", place=from_last)
 
 
-def _add_candidates(
-    functions: dict[Any, Callable[[], Tensor]],
-    x: Tensor,
-    eps: float,
-    places: list[int],
-    rows: list[Tensor],
-) -> None:
-    """Add the norms with this eps and these rows, weight and bias, to the known functions."""
+def _candidates(
+    x: Tensor, eps: float, order: list[int], rows: list[Tensor]
+) -> dict[Any, Callable[[], Tensor]]:
+    """Return the norms of the last dimension with this eps and these rows, weight and bias."""
     shape, (weight, bias) = [x.shape[-1]], (*rows, None, None)[:2]
     centred, deviation = x - x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
     by, plus = 1 if weight is None else weight, 0 if bias is None else bias
-    key = eps, *places
-    functions |= {
-        ("var", *key): lambda: F.layer_norm(x, shape, weight, bias, eps),
-        ("std", *key): lambda: centred / (deviation + eps) * by + plus,
+    functions: dict[Any, Callable[[], Tensor]] = {
+        "var": lambda: F.layer_norm(x, shape, weight, bias, eps),
+        "std": lambda: centred / (deviation + eps) * by + plus,
     }
     if bias is None:
-        functions |= {("rms", *key): lambda: F.rms_norm(x, shape, weight, eps)}
+        functions["rms"] = lambda: F.rms_norm(x, shape, weight, eps)
+    return {(kind, eps, *order): function for kind, function in functions.items()}
 
 
 def _sum_and_norm(history: History, node: fx.Node, found: Norm, emit: Emitter) -> Match | None:
     total = found.input
-    if name(total) not in ("add", "add_") or total.kwargs or found.weight is None or found.rank > 1:
+    if (
+        name(total) not in ("add", "add_")
+        or total.kwargs
+        or found.weight is None
+        or found.rank > 1
+        or found.place != -1
+    ):
         return None
     a, b = total.args[:2]
     if not (is_like(a, total) and is_like(b, total)) or a is b or len(total.args) > 2:

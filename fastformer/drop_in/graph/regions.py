@@ -23,7 +23,7 @@ _MOST = 20  # nodes
 
 
 class Region(NamedTuple):
-    """Nodes that compute the last of them from `input` and rows [D] of parameters."""
+    """Nodes that compute the last of them from `input` and rows of parameters."""
 
     input: fx.Node
     rows: list[fx.Node]
@@ -43,9 +43,10 @@ class Region(NamedTuple):
         return known[self.nodes[-1]]
 
 
-def regions(node: fx.Node, functions: set[str], reduces: bool = False) -> Iterator[Region]:
+def regions(node: fx.Node, functions: set[str], reduced: int | None = None) -> Iterator[Region]:
     """Yield the regions of such functions that end at a node, the smallest first. Nobody outside
-    reads the nodes before the last one. reduces: a reduction of a row is among them.
+    reads the nodes before the last one. reduced: a dimension that one of them reduces; then they
+    may read tensors of that dimension alone, the rows.
     """
     nodes: set[fx.Node] = set()
     rows: set[fx.Node] = set()
@@ -60,21 +61,32 @@ def regions(node: fx.Node, functions: set[str], reduces: bool = False) -> Iterat
         for x in last.all_input_nodes:
             if not is_tensor(x):
                 return
-            width = tensor(node).shape[-1:]
-            is_row = reduces and tensor(x).dim() == 1 < tensor(node).dim()
-            is_row = is_row and tensor(x).shape in (width, (1,))
+            is_row = reduced is not None and _is_row(tensor(x), tensor(node).shape, reduced)
             (rows if is_row else front).add(x)
-        reduced = not reduces or any(name(x) in REDUCTIONS for x in nodes)
-        if len(front) == 1 and reduced and tensor(*front).shape == tensor(node).shape:
+        whole = reduced is None or any(name(x) in REDUCTIONS for x in nodes)
+        if len(front) == 1 and whole and tensor(*front).shape == tensor(node).shape:
             yield Region(next(iter(front)), sorted(rows), sorted(nodes))
 
 
+def _is_row(x: Tensor, shape: torch.Size, place: int) -> bool:
+    """Return whether a tensor has a number for each place in this dimension, or one for all."""
+    if not (x.dim() == 1 < len(shape) or isinstance(x, torch.nn.Parameter)):
+        return False
+    wide = x.dim() >= len(shape) - place and x.shape[place - len(shape)] == shape[place]
+    return x.numel() == 1 or (wide and x.numel() == shape[place])
+
+
 def known_function(
-    found: Region, given: dict[fx.Node, Tensor], functions: dict[Any, Callable[[], Tensor]]
+    found: Region,
+    given: dict[fx.Node, Tensor],
+    functions: dict[Any, Callable[[], Tensor]],
+    place: int = -1,
 ) -> Any:
-    """Return the key of the function that a region computes on these values, None if none does."""
+    """Return the key of the function that a region computes on these values, None if none does. The
+    functions return the dimension `place` of the region as the last one.
+    """
     try:
-        y = found.values(given)
+        y = found.values(given).movedim(place, -1)
     except Exception:  # a function that does not take such numbers
         return None
     for key, function in functions.items():

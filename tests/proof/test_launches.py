@@ -1,8 +1,10 @@
-"""How many kernels a layer of a stack launches: benchmarks/launches.py, without a GPU."""
+"""How many kernels a layer of a stack launches: benchmarks/launches.py and compiled_launches.py,
+without a GPU.
+"""
 
 import pytest
 
-from benchmarks import ROOT, launches
+from benchmarks import ROOT, compiled_launches, launches
 from benchmarks.gpu import stand_in
 
 MOST = {"encoder": 25, "decoder": 42, "bert": 40}  # forward and backward
@@ -20,3 +22,20 @@ def test_launches_of_a_layer():
             assert own["Triton"] >= 8 and own["mm"] >= 8, f"{name}: {own}"  # a counter that sees
             draws = (3, 9) if name.startswith("bert") else (0, 1)  # of a layer, and of three
             assert (own["randint"], own[launches.DRAWS]) == draws, f"{name}: {own}"
+
+
+@pytest.mark.with_slow
+@pytest.mark.skipif(stand_in.obstacle() is not None, reason=str(stand_in.obstacle()))
+def test_launches_under_torch_compile():
+    """As docs/benchmarks.md has them; with fastformer's pass at most those of inductor alone."""
+    pytest.importorskip("transformers")
+    counts = compiled_launches.count()
+    assert compiled_launches.table(counts) in (ROOT / "docs" / "benchmarks.md").read_text()
+    for layer in compiled_launches.LAYERS:
+        alone, ours = counts[f"{layer}, inductor"], counts[f"{layer}, fastformer"]
+        assert alone["fastformer"] == 0 and alone["products"] >= 18, f"{layer}: {alone}"
+        assert ours["fastformer"] >= 2, f"{layer}: {ours}"  # forward and backward
+        assert ours["bytes"] <= alone["bytes"], f"{layer}: {ours}, {alone}"
+        for own in (alone, ours):
+            own["all"] = sum(own[kind] for kind in compiled_launches.LAUNCHES)
+        assert ours["all"] <= alone["all"], f"{layer}: {ours}, {alone}"

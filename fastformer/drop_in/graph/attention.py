@@ -411,7 +411,7 @@ def _follows_softmax(node: Any) -> bool:
     for _ in range(16):
         if not is_tensor(node) or _softmax(node) is not None:
             break
-        if product(node) is not None or name(node).startswith(("linear", "conv")):
+        if product(node) is not None:
             return False
         node = _chain(node)
     return is_tensor(node) and _softmax(node) is not None

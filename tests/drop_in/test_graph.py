@@ -272,6 +272,65 @@ def test_functions_that_were_rewritten_wrongly(function):
     assert len(rewriting.fused()) == FUNCTIONS[function]
 
 
+def places(q, k):
+    return torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+
+
+def causal_fill(q, k, v):
+    rows, columns = places(q, k)
+    return attend(scores_of(q, k).masked_fill(columns > rows, -1e9), v)
+
+
+def causal_term(q, k, v):
+    rows, columns = places(q, k)
+    later = columns > rows + k.shape[-2] - q.shape[-2]
+    hidden = torch.where(later, torch.finfo(q.dtype).min, 0.0)
+    return attend(scores_of(q, k) + hidden[None, None], v)
+
+
+def causal_window(q, k, v):
+    rows, columns = places(q, k)
+    return attend(scores_of(q, k).masked_fill((columns > rows) | (columns < rows - 3), -1e9), v)
+
+
+def causal_halves(q, k, v):
+    rows, columns = places(q, k)
+    return attend(scores_of(q, k) + torch.where(columns > rows, -2.0, 0.0), v)
+
+
+def causal_without_keys(q, k, v):
+    rows, columns = places(k, q)  # the first two of seven queries see none of five keys
+    return attend(scores_of(k, q).masked_fill(columns > rows - 2, -1e9), v[..., :5, :])
+
+
+@pytest.mark.parametrize(
+    "function, alignment",
+    [
+        (causal_fill, "top_left"),
+        (causal_term, "bottom_right"),
+        (causal_window, None),
+        (causal_halves, None),
+        (causal_without_keys, None),
+    ],
+)
+@pytest.mark.all_cases
+def test_causal_masks_of_a_known_length(function, alignment):
+    """A causal mask that the graph makes becomes `is_causal`; others stay, by their values."""
+    q, k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 8)
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm.graph)
+        return ff.dynamo_backend_eager(gm, inputs)
+
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
+    (op,) = graphs[0].find_nodes(op="call_function", target=ff.scaled_dot_product_attention)
+    assert op.kwargs.get("causal_alignment") == alignment
+    assert op.kwargs.get("is_causal", False) == bool(alignment)
+    assert not alignment or not {"attn_mask", "bias"} & op.kwargs.keys()
+
+
 class Block(nn.Module):
     """A layer of the Annotated Transformer: masked attention, sums with norms, feed-forward."""
 

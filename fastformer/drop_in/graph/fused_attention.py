@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
 from fastformer.checks import draw_seeds, require_dropout
@@ -24,9 +24,11 @@ from fastformer.drop_in.graph.axes import (
     operand_dims,
 )
 from fastformer.drop_in.graph.nodes import (
+    RANDOM,
     Emitter,
     History,
     Stays,
+    evaluated,
     is_cast,
     is_written,
     name,
@@ -38,6 +40,7 @@ from fastformer.ops.dropout import dropout_scale
 from fastformer.ops.functional import scaled_dot_product_attention
 
 _HIDES = -1e3  # a fill above it leaves weights that are not 0
+_MOST = 1 << 26  # elements of a mask that is looked at
 _LEAST = -1e30  # terms below it are made smaller; the op hides a key by terms below -2e38
 
 
@@ -151,6 +154,7 @@ class Fuser:
         q, k, v = self._one_dtype(q, k, v)
         for read, divides in form.tensor_scales:
             q = self._scaled(q, read, divides)
+        self.causal: dict[str, Any] = {}
         bias = self._bias(q)
         mask, empty = self._mask()
         q, k, v = (
@@ -160,7 +164,7 @@ class Fuser:
             q = self.emit("masked_fill", q, empty, 0.0)
             bias = None if bias is None else self.emit(torch.masked_fill, bias, empty, 0.0)
         options: dict[str, Any] = dict(attn_mask=mask, bias=bias, dropout_p=form.dropout_p)
-        options = {key: x for key, x in options.items() if x is not None and x != 0.0}
+        options = {key: x for key, x in options.items() if x is not None and x != 0.0} | self.causal
         self.readers = self._readers_of_dropped()
         if self.readers:
             options["dropout_seed"] = self.emit(draw_seeds, 1, tensor(q).device)
@@ -275,6 +279,8 @@ class Fuser:
         total: fx.Node | None = None
         for read, factor in self.form.terms:
             node = self._fine(read)
+            if self._hides_as_causal(read, factor, node):
+                continue
             if tensor(node).dtype not in (torch.float32, tensor(q).dtype):
                 node = self.emit("to", node, torch.float32)
             node = node if factor == 1.0 else self.emit(torch.mul, node, factor)
@@ -284,6 +290,31 @@ class Fuser:
         if total is not None and tensor(total).dtype not in (torch.float32, tensor(q).dtype):
             total = self.emit("to", total, torch.float32)
         return None if total is None else self._merged(total)
+
+    def _hides_as_causal(self, read: Read, factor: float, node: fx.Node) -> bool:
+        """Return whether a term is a causal mask, and all else that is added is none."""
+        others = [other for other, _ in self.form.terms if other is not read]
+        if self.form.fills or not all(is_small(other.node, -_LEAST) for other in others):
+            return False
+        found = evaluated(self._merged(node), _MOST, self.history.values)
+        if found is None or not torch.all((found == 0) | (found * factor <= _LEAST)):
+            return False
+        return self._is_causal(found == 0)
+
+    def _is_causal(self, kept: Tensor | None) -> bool:
+        """Return whether a mask is causal, and note the options of the op that take its place."""
+        if kept is None:
+            return False
+        rows, columns = (
+            math.prod(x.size for x in axes) for axes in (self.layout.queries, self.layout.keys)
+        )
+        if kept.shape[-2:] != (rows, columns) or kept.numel() != rows * columns:
+            return False
+        whole = torch.ones(rows, columns, dtype=torch.bool)
+        for alignment, shift in (("bottom_right", columns - rows), ("top_left", 0)):
+            if shift >= 0 and torch.equal(kept.view(rows, columns), whole.tril(shift)):
+                self.causal = dict(is_causal=True, causal_alignment=alignment)
+        return bool(self.causal)
 
     def _bounded(self, node: fx.Node) -> fx.Node:
         """Return a term in which -inf alone hides a key. The op hides by finfo.min too, and gives
@@ -314,6 +345,8 @@ class Fuser:
         if hard and soft and form.fills.index(hard[0]) < form.fills.index(soft[-1]):
             raise Stays("a mask fills with a finite number after -inf")
         visible = self._all(hard + soft)
+        if visible and self._is_causal(evaluated(visible, _MOST, self.history.values)):
+            return None, None
         if (
             visible is None
             or form.sink is not None
@@ -347,9 +380,6 @@ def _was(node: fx.Node, dtype: torch.dtype) -> bool:
     return tensor(node).dtype == dtype
 
 
-_RANDOM = ("rand", "bernoulli", "dropout", "normal", "multinomial", "empty")
-
-
 def _kept(fill: Fill) -> tuple[fx.Node, bool]:
     """Return the mask of a fill without negations, and whether it keeps."""
     mask, keeps = fill.mask.node, fill.keeps
@@ -364,7 +394,7 @@ def _alike(a: Any, b: Any) -> bool:
         return all(map(_alike, a, b))
     if a is b or not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
         return type(a) is type(b) and bool(a == b)
-    if a.target != b.target or not name(a) or any(x in name(a) for x in _RANDOM):
+    if a.target != b.target or not name(a) or any(x in name(a) for x in RANDOM):
         return False
     (x, of_x), (y, of_y) = (tree_flatten((node.args, node.kwargs)) for node in (a, b))
     if of_x != of_y or any(map(is_written, (*a.all_input_nodes, *b.all_input_nodes))):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-import operator
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 class Stays(Exception):
@@ -142,17 +140,40 @@ _FILLS = {
     **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), 0),
     **dict.fromkeys(("full", "full_like", "new_full"), 1),
 }
-_MATHS: dict[str, Callable[..., float]] = {
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "add": operator.add,
-    "sub": operator.sub,
-    "neg": operator.neg,
-    "sqrt": math.sqrt,
-    "rsqrt": lambda x: 1 / math.sqrt(x),
-    "pow": operator.pow,
-    "reciprocal": lambda x: 1 / x,
-}
+RANDOM = ("rand", "bernoulli", "dropout", "normal", "multinomial", "empty")  # parts of names
+
+
+def evaluated(node: fx.Node, most: int, known: dict[fx.Node, Any] | None = None) -> Any:
+    """Return the tensor that the graph makes of numbers alone, on the CPU. None if it reads inputs,
+    is written or random, or takes tensors of more than `most` elements. known: values of nodes; new
+    ones are added.
+    """
+    needed: set[fx.Node] = set()
+    known = {} if known is None else known
+    stack = [node]
+    while stack:
+        x = stack.pop()
+        if x in known or x in needed:
+            continue
+        sizes = [t.numel() for t in _tensors(x)]
+        if not name(x) or is_written(x) or any(part in name(x) for part in RANDOM):
+            return None
+        if any(not isinstance(n, int) or n > most for n in sizes):
+            return None
+        stack += x.all_input_nodes
+        needed.add(x)
+    for x in sorted(needed):
+        args, kwargs = tree_map(_on_cpu, fx.map_arg((x.args, x.kwargs), known.__getitem__))
+        call: Any = getattr(args[0], x.target) if isinstance(x.target, str) else x.target
+        try:
+            known[x] = call(*args[isinstance(x.target, str) :], **kwargs)
+        except Exception:  # a call that does not take such arguments
+            return None
+    return known[node]
+
+
+def _on_cpu(x: Any) -> Any:
+    return torch.device("cpu") if isinstance(x, torch.device) else x
 
 
 def uniform(node: fx.Node) -> float | None:
@@ -186,14 +207,8 @@ def _uniform(node: fx.Node) -> float | None:
             return constant
     if called in CASTS or called in ("expand", "reshape", "view"):
         return number(source(node))
-    if called in _MATHS and not node.kwargs:
-        given = [number(x) for x in node.args]
-        if None not in given:
-            try:
-                return float(_MATHS[called](*given))
-            except (ArithmeticError, ValueError, TypeError):
-                return None
-    return None
+    found = evaluated(node, 1)
+    return float(found) if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
 def is_cast(node: fx.Node) -> bool:
@@ -291,6 +306,7 @@ class History:
         self._inputs: set[int] = set()
         self._regions: list[fx.Node] = []
         self.emitted: list[fx.Node] = []
+        self.values: dict[fx.Node, Any] = {}  # of nodes that read no inputs
         for node in graph.nodes:
             if any(map(torch._C._functorch.is_functorch_wrapped_tensor, _tensors(node))):
                 raise Stays("a transform of torch.func is in the graph")

@@ -111,12 +111,11 @@ def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
                 reason = f"{type(error).__name__}: {error}"
             if reason:
                 _record(kind, "", reason, node)
-            if found is None:
-                history.undo(emitted)
-                continue
-            op, new, pattern = found
-            _record(kind, op, "", node)
-            _replace(history, node, new, pattern)
+            if found is not None:
+                op, new, pattern = found
+                _record(kind, op, "", node)
+                _replace(history, node, new, pattern)
+            history.undo(emitted)
     graph.lint()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from fastformer import use_backend
 from fastformer.drop_in.graph.rewriter import recording, rewrite
 
-B, H, S, D = 2, 3, 6, 5
+B, H, S, D = 2, 4, 6, 5
 WIDTH, HIDDEN = H * D, 8
 LEAST = torch.finfo(torch.float32).min
 
@@ -177,6 +177,9 @@ class Pieces:
                 lambda m, t, x=x: t[x].transpose(1, 2),
                 lambda m, t, x=x: t[x].permute(0, 2, 1, 3),
             )
+        if rng.random() < 0.3:
+            for x in rng.choice(("kv", "kv", "k", "v")):
+                self.repeat(x)
         if layout == "3-D":
             for x in "qkv":
                 self.add(
@@ -197,6 +200,18 @@ class Pieces:
         self.add("scores", *products)
         if layout != "4-D":
             self.add("scores", lambda m, t: t["scores"].view(B, H, S, S))
+
+    def repeat(self, x: str) -> None:
+        """Take half of the heads of keys or values, and repeat them."""
+        half, shape = H // 2, (B, H, S, D)
+        self.add(
+            x,
+            lambda m, t: t[x][:, ::2].repeat_interleave(2, dim=1),
+            lambda m, t: t[x][:, :half, None].expand(B, half, 2, S, D).reshape(shape),
+            lambda m, t: t[x][:, None, :half].expand(B, 2, half, S, D).reshape(shape),
+            lambda m, t: t[x][:, ::2].repeat(1, 2, 1, 1),
+            lambda m, t: t[x][:, :1].expand(shape),
+        )
 
     def term(self) -> None:
         """Add a bias or an additive mask to the scores."""
@@ -260,6 +275,15 @@ class Pieces:
     def softmax(self) -> None:
         """Add softmax over the keys, or an exponential and its sum."""
         dim = self.order.index("k")
+        if self.order.endswith("k") and self.rng.random() < 0.2:
+            column: Compute = lambda m, t: self.fit(m.temperature.expand(B, H, S, 1))  # noqa: E731
+            self.add("column", column)
+            self.add(
+                "w",
+                lambda m, t: torch.cat([t["scores"], t["column"]], -1).softmax(-1)[..., :-1],
+                lambda m, t: torch.cat((t["column"], t["scores"]), dim=3).softmax(3)[..., 1:],
+            )
+            return
         if self.rng.random() < 0.3:
             self.add("powers", lambda m, t: (t["scores"] - t["scores"].amax(dim, True)).exp())
             self.add("total", lambda m, t: t["powers"].sum(dim, keepdim=True))

@@ -43,10 +43,6 @@ def flat(axes: list[Axis]) -> list[Axis]:
     return [x for axis in axes for x in (flat(axis.parts) if axis.parts else [axis])]
 
 
-def new_dims(shape: Any) -> Dims:
-    return [[] if same(n, 1) else [Axis(n)] for n in shape]
-
-
 def regrouped(dims: Dims, shape: Any) -> Dims:
     """Return the axes of a tensor of this shape whose elements have the same order."""
     rest = flat([axis for dim in dims for axis in dim])

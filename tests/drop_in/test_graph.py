@@ -446,6 +446,50 @@ def test_checkpoints(backend):
     assert rewriting.fused()["scaled_dot_product_attention"] == 1
 
 
+def in_a_branch(model, x, mask):
+    return torch.cond(x.sum() > 0, model.attend, lambda x, mask: x * 2, (x, mask))
+
+
+def in_bfloat16(model, x, mask):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.attend(x, mask).float()
+
+
+def softmax_in_float32(model, x, mask):
+    q, k, v = model.q(x), model.k(x), model.v(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = q @ k.mT
+        with torch.autocast("cpu", enabled=False):
+            weights = scores.float().softmax(-1)
+        return (weights @ v).float()
+
+
+@pytest.mark.parametrize(
+    "call, count, bound",
+    [(in_a_branch, 1, 1e-5), (in_bfloat16, 1, 2e-2), (softmax_in_float32, 0, 0)],
+)
+@pytest.mark.all_cases
+def test_regions(call, count, bound):
+    """The graph of a branch is a part of the model's, and what is computed within one region of
+    autocast is fused there; across regions it stays.
+    """
+    model = Block().eval()
+    compiled = torch.compile(call, backend=ff.dynamo_backend_eager)
+    with ff.use_backend("reference"), rewriter.recording() as rewriting, torch.no_grad():
+        for x in (batch()[0], -batch()[0].abs()):
+            want, have = (f(model, x, batch()[1]) for f in (call, compiled))
+            torch.testing.assert_close(have, want, rtol=bound, atol=bound)
+    assert (rewriting.fused()["scaled_dot_product_attention"] > 0) == count
+
+
+def test_export_is_left_alone():
+    model, (x, mask) = Block().eval(), batch()
+    with ff.fusing(), rewriter.recording() as rewriting:
+        exported = torch.export.export(model, (x, mask))
+    assert not rewriting.places
+    torch.testing.assert_close(exported.module()(x, mask), model(x, mask))
+
+
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()

@@ -41,6 +41,7 @@ from fastformer.ops.functional import scaled_dot_product_attention
 
 _HIDES = -1e3  # a fill above it leaves weights that are not 0
 _MOST = 1 << 26  # elements of a mask that is looked at
+_CAUSAL = -1e8  # a term that hides later keys adds at most this to their scores
 _LEAST = -1e30  # terms below it are made smaller; the op hides a key by terms below -2e38
 
 
@@ -52,7 +53,6 @@ class Layout:
     """
 
     def __init__(self, form: Form, weights: Dims, values: Read) -> None:
-        assert form.operands is not None
         with_keys = [read for read in form.operands if _axes(read) & {*flat(form.keys)}]
         if len(with_keys) != 1 or not {*flat(form.keys)} <= _axes(with_keys[0]):
             raise Stays("its softmax is over more than the keys")
@@ -294,10 +294,10 @@ class Fuser:
     def _hides_as_causal(self, read: Read, factor: float, node: fx.Node) -> bool:
         """Return whether a term is a causal mask, and all else that is added is none."""
         others = [other for other, _ in self.form.terms if other is not read]
-        if self.form.fills or not all(is_small(other.node, -_LEAST) for other in others):
+        if self.form.fills or not all(is_small(other.node, -_CAUSAL / 100) for other in others):
             return False
         found = evaluated(self._merged(node), _MOST, self.history.values)
-        if found is None or not torch.all((found == 0) | (found * factor <= _LEAST)):
+        if found is None or not torch.all((found == 0) | (found * factor <= _CAUSAL)):
             return False
         return self._is_causal(found == 0)
 

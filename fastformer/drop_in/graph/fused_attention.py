@@ -308,11 +308,11 @@ class Fuser:
         rows, columns = (
             math.prod(x.size for x in axes) for axes in (self.layout.queries, self.layout.keys)
         )
-        if kept.shape[-2:] != (rows, columns) or kept.numel() != rows * columns:
+        if kept.shape[-2:] != (rows, columns):
             return False
         whole = torch.ones(rows, columns, dtype=torch.bool)
         for alignment, shift in (("bottom_right", columns - rows), ("top_left", 0)):
-            if shift >= 0 and torch.equal(kept.view(rows, columns), whole.tril(shift)):
+            if shift >= 0 and torch.all(kept == whole.tril(shift)):
                 self.causal = dict(is_causal=True, causal_alignment=alignment)
         return bool(self.causal)
 

@@ -162,13 +162,15 @@ def evaluated(node: fx.Node, most: int, known: dict[fx.Node, Any] | None = None)
             return None
         stack += x.all_input_nodes
         needed.add(x)
-    for x in sorted(needed):
-        args, kwargs = tree_map(_on_cpu, fx.map_arg((x.args, x.kwargs), known.__getitem__))
-        call: Any = getattr(args[0], x.target) if isinstance(x.target, str) else x.target
-        try:
-            known[x] = call(*args[isinstance(x.target, str) :], **kwargs)
-        except Exception:  # a call that does not take such arguments
-            return None
+    try:
+        with torch.device("cpu"):
+            for x in sorted(needed):
+                given = fx.map_arg((x.args, x.kwargs), known.__getitem__)
+                args, kwargs = tree_map(_on_cpu, given)
+                call: Any = getattr(args[0], x.target) if isinstance(x.target, str) else x.target
+                known[x] = call(*args[isinstance(x.target, str) :], **kwargs)
+    except Exception:  # a call that does not take such arguments
+        return None
     return known[node]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fastformer.drop_in.graph.axes import product, strides, views_of
 from fastformer.drop_in.graph.fused_attention import fused_attention
@@ -90,6 +91,7 @@ _MATCHERS: tuple[tuple[str, Callable[[History, fx.Node], Match | None]], ...] = 
 )
 
 
+@unset_fake_temporarily()  # parts of a graph run on numbers
 def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
     """Replace parts of a graph of Dynamo, in place. kinds: which ones, of `KINDS`."""
     try:

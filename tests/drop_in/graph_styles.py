@@ -2588,7 +2588,7 @@ class LastKeyLeftOut(Projections):
         return self.weights(q, k)[..., :-1] @ v[:, :, :-1]
 
 
-@listed(TRAPS)
+@listed(TRAPS, attention=1)
 class KeysChangeAfterTheyAreRepeated(GroupedExpand):
     """The heads of the keys are copied; then the keys that were copied change."""
 

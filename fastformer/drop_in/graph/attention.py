@@ -34,9 +34,11 @@ from fastformer.drop_in.graph.nodes import (
     Stays,
     arg,
     dropped,
+    evaluated,
     is_cast,
     is_dropout,
     is_tensor,
+    is_written,
     name,
     number,
     reads_only,
@@ -135,6 +137,7 @@ class Finder:
         self.nodes: list[fx.Node] = []
         self.keys: list[Axis] = []
         self._column: tuple[int, list[Axis]] | None = None  # of a sink: its place, the keys
+        self._failed: dict[tuple[fx.Node, fx.Node], Stays] = {}  # ways that lead to no product
 
     def find(self, weights: fx.Node, dims: Dims, reader: fx.Node) -> Form | None:
         """Return the form of the weights that `reader` multiplies with values; None if they come
@@ -197,6 +200,8 @@ class Finder:
             raise Stays("its softmax has no dimension")
         if any(self.history.writers(x, x, node) for x in inside):
             raise Stays("its softmax is changed in place")
+        if not self._is_wide(node):
+            raise Stays("its weights are rounded")
         self.nodes += inside
         reader, self.keys = inside[-1] if inside else node, dims[place]
         return (self._scores if self._column is None else self._sink)(scores, dims, reader)
@@ -213,6 +218,8 @@ class Finder:
         assert self._column is not None
         place, self.keys = self._column
         form = self._scores(given[1 - place], [*dims[:-1], self.keys], node)
+        if form.shifted:
+            raise Stays("its scores are shifted against their sink")
         form.sink = self._read(given[place], dims, node)
         return form
 
@@ -229,8 +236,9 @@ class Finder:
 
     def _casts(self, node: fx.Node) -> bool:
         """Return whether a node is a cast that rounds no more than the products."""
-        if not is_cast(node):
-            return False
+        return is_cast(node) and self._is_wide(node)
+
+    def _is_wide(self, node: fx.Node) -> bool:
         dtype = tensor(node).dtype
         return torch.promote_types(dtype, self.dtype) == dtype
 
@@ -286,8 +294,11 @@ class Finder:
             if not is_tensor(x) or not tensor(x).dim():
                 continue
             try:
+                if (x, node) in self._failed:
+                    raise self._failed[x, node]
                 return i, self._scores(x, broadcast(dims, tensor(x).shape), node)
             except Stays as stays:
+                self._failed[x, node] = stays
                 reasons.append((len(self.nodes), stays))
                 del self.nodes[before:]
         raise max(reasons, key=lambda reason: reason[0])[1]  # of the longer way
@@ -377,7 +388,7 @@ def _identity(node: Any) -> Any:
 
 def _of_boolean(node: Any, dims: Dims, reader: fx.Node) -> Read | None:
     """Return the boolean tensor of which a node holds ones and zeros, None if there is none."""
-    while name(node) in CASTS and tensor(node).dtype is not torch.bool:
+    while name(node) in CASTS and tensor(node).dtype is not torch.bool and not is_written(node):
         node, reader = source(node), node
     if not is_tensor(node) or tensor(node).dtype is not torch.bool:
         return None
@@ -403,7 +414,11 @@ def _largest_of(node: Any) -> Any:
 
 
 def _is_without_largest(node: fx.Node) -> bool:
-    return name(node) == "sub" and _largest_of(node.args[1]) is source(node)
+    """Return whether a node is x - max(x), the same number for all keys of a row."""
+    if name(node) != "sub" or node.kwargs or _largest_of(node.args[1]) is not source(node):
+        return False
+    largest = tensor(node.args[1])
+    return largest.dim() == 0 or same(largest.shape[-1], 1)
 
 
 def _follows_softmax(node: Any) -> bool:
@@ -443,42 +458,84 @@ def _chain(node: fx.Node) -> Any:
 
 
 _ARITHMETIC = {
-    *("add", "sub", "rsub", "mul", "div", "floor_divide", "neg", "abs", "pow", "reciprocal"),
-    *("sqrt", "square", "sigmoid", "tanh", "relu", "clamp", "minimum", "maximum", "arange"),
-    *("pad", "cumsum", "logsigmoid"),
+    *("add", "sub", "rsub", "mul", "neg", "abs", "sigmoid", "tanh", "relu", "logsigmoid"),
+    *("clamp", "minimum", "maximum", "cumsum", "pad", "arange", "sqrt", "square"),
 }
 _SELECTS = CASTS | {"getitem", "index_select", "gather", "repeat", "cat", "stack", "roll"}
+_BOUNDED = {
+    *("softmax", "layer_norm", "rms_norm", "group_norm", "batch_norm", "sigmoid", "tanh"),
+    *("scaled_dot_product_attention", "multi_head_attention_forward"),
+}
 
 
 def is_small(term: fx.Node, most: float) -> bool:
-    """Return whether a term is made of parameters, activations, positions and numbers up to `most`
-    alone, so that it is no mask.
+    """Return whether a term is made of learned parameters, activations, positions and numbers
+    whose product is at most `most`, so that it is no mask.
     """
     seen: set[Any] = set()
     stack: list[Any] = [term]
+    total = 1.0
     while stack:
         node = stack.pop()
         if not isinstance(node, fx.Node):
-            if isinstance(node, (int, float)) and abs(node) > most:
+            total *= max(1.0, abs(node)) if isinstance(node, (int, float)) else 1.0
+            if total > most:
                 return False
             continue
         if node in seen:
             continue
         seen.add(node)
-        stack += writers_of(node)
-        x, called, constant = value(node), name(node).rstrip("_"), number(node)
-        if constant is not None:
-            stack.append(constant)
-        elif not isinstance(x, Tensor):
-            stack.append(1e6)  # a size that is not known
-        elif isinstance(x, torch.nn.Parameter):
-            pass
-        elif called in _SELECTS or is_view(node):
-            stack += tree_leaves(source(node))
-        elif called in _ARITHMETIC or reads_only(node.target):
-            stack += [*node.args, *node.kwargs.values()]
-        elif called in CONTIGUOUS and called != "baddbmm":
-            pass  # activations, as the scores are
-        elif node.op != "placeholder" or x.dim() < 3 or not same(x.numel(), max(x.shape[:-1])):
-            return False  # but numbers of heads, [H, 1, 1], hide no key
+        parts = _parts(node, most)
+        if parts is None:
+            return False
+        stack += [*parts, *writers_of(node)]
+    return True
+
+
+def _parts(node: fx.Node, most: float) -> list[Any] | None:
+    """Return the tensors and numbers that bound a tensor, None if it may be a mask."""
+    x, called = value(node), name(node).rstrip("_")
+    if isinstance(x, (torch.SymInt, torch.SymFloat, int, float)):
+        return [1e6]  # a size
+    if isinstance(x, (tuple, list)):
+        return [source(node)]
+    if not isinstance(x, Tensor):
+        return None
+    constant = evaluated(node, 1 << 22)
+    if constant is not None:
+        return [float(constant.abs().max()) if constant.numel() else 0.0]
+    if isinstance(x, torch.nn.Parameter):
+        return [] if x.requires_grad else None
+    if called in _SELECTS or is_view(node):
+        return tree_leaves(source(node))
+    if called == "embedding":
+        return [arg(node, 1, "weight")]
+    if called == "div":
+        divisor = number(node.args[1])
+        return [node.args[0], 1 / divisor] if divisor else None
+    if called in _ARITHMETIC or reads_only(node.target):
+        return [*node.args, *node.kwargs.values()]
+    if called in CONTIGUOUS and called != "baddbmm":
+        return [] if _is_activation(node, most) else None
+    return [] if _are_slopes(node, x) else None
+
+
+def _are_slopes(node: fx.Node, x: Tensor) -> bool:
+    """Return whether a tensor is a buffer with a number for each head, [H, 1, 1]."""
+    is_buffer = node.op == "placeholder" and "_buffers_" in str(node.target)
+    return is_buffer and x.dim() > 2 and same(x.numel(), max(x.shape[:-1]))
+
+
+def _is_activation(product: fx.Node, most: float) -> bool:
+    """Return whether no number above `most` is in what a product is made of, back to norms."""
+    seen: set[fx.Node] = set()
+    stack = [product]
+    while stack:
+        node = stack.pop()
+        seen.add(node)
+        given = tree_leaves((node.args, node.kwargs))
+        if any(isinstance(x, (int, float)) and abs(x) > most for x in given):
+            return False
+        if name(node) not in _BOUNDED:
+            stack += [x for x in (*node.all_input_nodes, *writers_of(node)) if x not in seen]
     return True

@@ -15,7 +15,6 @@ from fastformer.drop_in.graph.nodes import (
     Emitter,
     Stays,
     arg,
-    is_tensor,
     is_written,
     name,
     number,
@@ -23,6 +22,7 @@ from fastformer.drop_in.graph.nodes import (
     source,
     static,
     tensor,
+    tensors,
     value,
 )
 
@@ -74,6 +74,17 @@ CONTIGUOUS = {  # functions whose result is contiguous, whatever the strides bef
 }
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 _PERMUTES = {"transpose", "permute", "movedim", "moveaxis", "t", "T", "mT"}
+# What depends on strides in another way, or on values.
+_LEFT = {
+    "as_strided",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "item",
+    "tolist",
+    "argwhere",
+    "resize_",
+}
 _EXPANDS = ("expand", "expand_as", "broadcast_to")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
@@ -145,32 +156,49 @@ def strides(node: fx.Node) -> Any:
     return x.stride() if isinstance(x, torch.Tensor) else None
 
 
-def views_of(node: fx.Node) -> set[fx.Node]:
-    """Return what depends on the strides of a tensor: its views, copies that may be views, and what
-    is computed from them elementwise.
-    """
-    found: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if user in found or not is_tensor(user) or name(user) in CONTIGUOUS:
-                continue
-            found.add(user)
-            if name(user) not in ("contiguous", "reshape", "flatten", "view"):
-                stack.append(user)
-    return found
-
-
 def fitting(emit: Emitter, new: fx.Node, node: fx.Node) -> fx.Node:
-    """Return a node, with the dtype of another one, which it may replace. Raises Stays if not."""
+    """Return a node, with the dtype of another one, which it may replace; a copy of it if code that
+    follows needs the same strides. Raises Stays if it may not.
+    """
     if tensor(new).shape != tensor(node).shape:
         raise Stays("its result would have another shape")
     dtype = tensor(node).dtype
     new = new if tensor(new).dtype == dtype else emit("to", new, dtype)
-    moves = strides(new) != strides(node)
-    if moves and any(is_written(x) or name(x) == "as_strided" for x in views_of(node)):
-        raise Stays("its result would have other strides, and a view of it is written")
+    if strides(new) != strides(node) and not _takes_strides(emit, new, node):
+        new = emit("contiguous", new)
+        if strides(new) != strides(node):
+            raise Stays("its result would have other strides")
     return new
+
+
+def _takes_strides(emit: Emitter, new: fx.Node, node: fx.Node) -> bool:
+    """Return whether what follows a node runs, and soon has the same strides, with the strides of
+    a new one; views that then copy become reshapes. Otherwise change nothing.
+    """
+    if is_written(node):
+        return False
+    fakes, views = {node: value(new)}, []
+    for user in node.graph.nodes:
+        if not any(x in fakes for x in user.all_input_nodes):
+            continue
+        if len(fakes) > 32 or not name(user) or is_written(user) or name(user) in _LEFT:
+            return False
+        given = fx.map_arg((user.args, user.kwargs), lambda x: fakes.get(x, value(x)))
+        try:
+            fake = emit.run(user, user.target, *given)
+        except Exception:  # a view that these strides do not allow
+            if name(user) != "view":
+                return False
+            try:
+                fake = emit.run(user, "reshape", *given)
+            except Exception:
+                return False
+            views.append(user)
+        if [x.stride() for x in tensors(fake)] != [x.stride() for x in tensors(value(user))]:
+            fakes[user] = fake
+    for view in views:
+        view.target = "reshape"
+    return True
 
 
 def broadcast(dims: Dims, shape: Any) -> Dims:

@@ -35,12 +35,13 @@ from fastformer.drop_in.graph.nodes import (
     same,
     source,
     tensor,
+    written,
 )
 from fastformer.ops.dropout import dropout_scale
 from fastformer.ops.functional import scaled_dot_product_attention
 
 _HIDES = -1e3  # a fill above it leaves weights that are not 0
-_MOST = 1 << 26  # elements of a mask that is looked at
+_MOST = 1 << 24  # elements of a mask that is looked at
 _CAUSAL = -1e8  # a term that hides later keys adds at most this to their scores
 _LEAST = -1e30  # terms below it are made smaller; the op hides a key by terms below -2e38
 
@@ -52,14 +53,14 @@ class Layout:
     and values. Heads that share keys and values are the last of them, with enable_gqa.
     """
 
-    def __init__(self, form: Form, weights: Dims, values: Read) -> None:
+    def __init__(self, history: History, form: Form, weights: Dims, values: Read) -> None:
         with_keys = [read for read in form.operands if _axes(read) & {*flat(form.keys)}]
         if len(with_keys) != 1 or not {*flat(form.keys)} <= _axes(with_keys[0]):
             raise Stays("its softmax is over more than the keys")
         self.q = next(read for read in form.operands if read is not with_keys[0])
-        self.k = _unrepeated(with_keys[0], {*flat(form.features), *flat(form.keys)})
+        self.k = _unrepeated(history, with_keys[0], {*flat(form.features), *flat(form.keys)})
         of_weights = {axis for dim in weights for axis in flat(dim)}
-        self.v = _unrepeated(values, _axes(values) - of_weights | {*flat(form.keys)})
+        self.v = _unrepeated(history, values, _axes(values) - of_weights | {*flat(form.keys)})
         self.keys, self.features = flat(form.keys), flat(form.features)
         order = [axis for dim in weights for axis in flat(dim)]
         self.queries = self._queries(order)
@@ -69,7 +70,7 @@ class Layout:
             if axis in _axes(self.k) and axis not in _axes(self.q) | _axes(self.v):
                 raise Stays("its scores are mixed after the product of queries and keys")
         shared: list[Axis] = []
-        while batch and batch[-1] not in _axes(self.k) | _axes(self.v):
+        while batch and batch[-1] in _axes(self.q) - _axes(self.k) - _axes(self.v):
             shared.insert(0, batch.pop())
         self.kv_lead: Dims = [[axis] for axis in batch] or [[]]
         self.lead = self.kv_lead
@@ -77,6 +78,8 @@ class Layout:
             self.lead = [*self.kv_lead[:-1], [*self.kv_lead[-1], *shared]]
         elif shared:
             self.lead, self.kv_lead = [*self.kv_lead, shared], [*self.kv_lead, []]
+        sink = form.sink
+        self.sink = sink if sink is None else _unrepeated(history, sink, {*self.lead[-1]})
 
     def _queries(self, order: list[Axis]) -> list[Axis]:
         others = _axes(self.k) | _axes(self.v)
@@ -85,11 +88,13 @@ class Layout:
         return max(own, key=lambda dim: order.index(dim[-1])) if own else []
 
 
-def _unrepeated(read: Read, kept: set[Axis]) -> Read:
+def _unrepeated(history: History, read: Read, kept: set[Axis]) -> Read:
     """Return the tensor of which one is a repetition, if that has these axes."""
     node, dims, result = read.node, read.dims, read
-    while (below := before_view(node, dims)) is not None:
+    while not is_written(node) and (below := before_view(node, dims)) is not None:
         reader, node, dims = node, source(node), below
+        if not history.is_one_region([node, reader, read.reader]):
+            break
         lost = _axes(result) - _axes(found := Read(node, dims, reader))
         if lost and not lost & {x for axis in kept for x in flat([axis])}:
             result = found
@@ -117,7 +122,7 @@ def fused_attention(history: History, node: fx.Node, found: Product) -> tuple[fx
         if found.term is not None and found.plus:
             raise Stays("its values are added to a term")
         form.out_scale *= found.factor
-        layout = Layout(form, dims[side], Read(operands[1 - side], dims[1 - side], node))
+        layout = Layout(history, form, dims[side], Read(operands[1 - side], dims[1 - side], node))
         fuser = Fuser(history, node, form, layout)
         out = fuser.fuse()
         groups = [known[label] for label in found.labels[2]]
@@ -169,8 +174,8 @@ class Fuser:
         if self.readers:
             options["dropout_seed"] = self.emit(draw_seeds, 1, tensor(q).device)
             self.kept = self._dropped_as_by_op(options["dropout_seed"])
-        if form.sink is not None:
-            options["sinks"] = self._sinks(form.sink, tensor(q).dtype)
+        if layout.sink is not None:
+            options["sinks"] = self._sinks(layout.sink, tensor(q).dtype)
         if form.capped:
             options["softcap"] = form.amplitude
             form.scale *= form.amplitude
@@ -186,7 +191,7 @@ class Fuser:
         reads = [self.layout.q, self.layout.k, self.layout.v]
         reads += [fill.mask for fill in (*form.fills, *form.zeros)]
         reads += [read for read, _ in (*form.tensor_scales, *form.terms)]
-        reads += [form.sink] if form.sink is not None else []
+        reads += [self.layout.sink] if self.layout.sink is not None else []
         for read in reads:
             before = history.writers(read.node, read.reader, self.anchor)
             if before or history.written_from(read.node, read.reader):
@@ -219,7 +224,6 @@ class Fuser:
     def _sinks(self, read: Read, dtype: torch.dtype) -> fx.Node:
         """Return a number for each head."""
         lead = self.layout.lead
-        read = _unrepeated(read, {*lead[-1]})
         if len(lead) < 2 or not _axes(read) <= {*lead[-1]}:
             raise Stays("its sinks are no numbers of heads")
         node = self.views.expanded(self.views.arrange(read.node, read.dims, lead[-1:]), lead[-1:])
@@ -233,7 +237,8 @@ class Fuser:
         after = form.nodes[: form.nodes.index(form.dropout.reader) + 1]
         readers = {user for x in after for user in x.users} - {*form.nodes, self.anchor}
         late = all(user > self.anchor for user in readers)
-        if readers and not (late and readers <= form.dropout.reader.users.keys()):
+        alone = readers <= form.dropout.reader.users.keys() and not written(form.dropout.reader)
+        if readers and not (late and alone):
             raise Stays("its dropped weights are read before the values")
         return [*readers]
 
@@ -330,10 +335,8 @@ class Fuser:
         all their scores.
         """
         form = self.form
-        hidden = [
-            [fill for fill in form.fills if _alike(_kept(fill), _kept(zero))] for zero in form.zeros
-        ]
-        if not all(hidden):
+        cleared = [[fill for fill in form.fills if _alike(fill, zero)] for zero in form.zeros]
+        if not all(cleared):
             raise Stays("weights are set to 0 that the softmax has not hidden")
         for fill in form.fills:
             if not fill.value <= _HIDES:
@@ -347,12 +350,11 @@ class Fuser:
         visible = self._all(hard + soft)
         if visible and self._is_causal(evaluated(visible, _MOST, self.history.values)):
             return None, None
-        if (
-            visible is None
-            or form.sink is not None
-            or all(any(fill in x for x in hidden) for fill in soft)
-        ):
+        left = [fill for fill in soft if not any(fill in fills for fills in cleared)]
+        if visible is None or form.sink is not None or not left:
             return visible, None
+        if form.zeros:
+            raise Stays("weights are set to 0 by one of its masks alone")
         seen = self.emit(torch.any, visible, -1, keepdim=True)
         empty = self.emit(torch.logical_not, seen)
         others = self._all(hard)
@@ -380,23 +382,29 @@ def _was(node: fx.Node, dtype: torch.dtype) -> bool:
     return tensor(node).dtype == dtype
 
 
+def _alike(a: Fill, b: Fill) -> bool:
+    """Return whether two fills replace the same elements."""
+    (x, x_keeps), (y, y_keeps) = _kept(a), _kept(b)
+    dims = [[flat(dim) for dim in fill.mask.dims if dim] for fill in (a, b)]
+    return dims[0] == dims[1] and x_keeps == y_keeps and _equal(x, y)
+
+
 def _kept(fill: Fill) -> tuple[fx.Node, bool]:
     """Return the mask of a fill without negations, and whether it keeps."""
     mask, keeps = fill.mask.node, fill.keeps
-    while name(mask) in ("logical_not", "bitwise_not", "invert") and not is_written(source(mask)):
+    while name(mask) in ("logical_not", "bitwise_not", "invert"):
+        if is_written(mask) or is_written(source(mask)):
+            break
         mask, keeps = source(mask), not keeps
     return mask, keeps
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Return whether two masks are one, or the same function of the same tensors."""
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return all(map(_alike, a, b))
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two nodes are one, or the same function of the same tensors."""
     if a is b or not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
-        return type(a) is type(b) and bool(a == b)
+        return a is b or (type(a) is type(b) and repr(a) == repr(b))
     if a.target != b.target or not name(a) or any(x in name(a) for x in RANDOM):
         return False
     (x, of_x), (y, of_y) = (tree_flatten((node.args, node.kwargs)) for node in (a, b))
-    if of_x != of_y or any(map(is_written, (*a.all_input_nodes, *b.all_input_nodes))):
-        return False
-    return all(map(_alike, x, y))
+    nodes = a, b, *a.all_input_nodes, *b.all_input_nodes
+    return of_x == of_y and not any(map(is_written, nodes)) and all(map(_equal, x, y))

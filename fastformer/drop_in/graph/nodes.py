@@ -140,7 +140,19 @@ _FILLS = {
     **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), 0),
     **dict.fromkeys(("full", "full_like", "new_full"), 1),
 }
-RANDOM = ("rand", "bernoulli", "dropout", "normal", "multinomial", "empty")  # parts of names
+RANDOM = (  # parts of names
+    *("rand", "bernoulli", "dropout", "normal", "multinomial", "empty", "rrelu", "poisson"),
+    *(
+        "gumbel",
+        "exponential",
+        "cauchy",
+        "geometric",
+        "binomial",
+        "gamma",
+        "dirichlet",
+        "fractional",
+    ),
+)
 
 
 def evaluated(node: fx.Node, most: int, known: dict[fx.Node, Any] | None = None) -> Any:
@@ -155,7 +167,7 @@ def evaluated(node: fx.Node, most: int, known: dict[fx.Node, Any] | None = None)
         x = stack.pop()
         if x in known or x in needed:
             continue
-        sizes = [t.numel() for t in _tensors(x)]
+        sizes = [t.numel() for t in tensors(x)]
         if not name(x) or is_written(x) or any(part in name(x) for part in RANDOM):
             return None
         if any(not isinstance(n, int) or n > most for n in sizes):
@@ -310,7 +322,7 @@ class History:
         self.emitted: list[fx.Node] = []
         self.values: dict[fx.Node, Any] = {}  # of nodes that read no inputs
         for node in graph.nodes:
-            if any(map(torch._C._functorch.is_functorch_wrapped_tensor, _tensors(node))):
+            if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors(node))):
                 raise Stays("a transform of torch.func is in the graph")
             self.add(node)
 
@@ -378,13 +390,14 @@ class History:
         return context
 
 
-def _tensors(x: Any) -> list[Tensor]:
+def tensors(x: Any) -> list[Tensor]:
+    """Return the tensors in a value, or in that of a node."""
     leaves = (t for y in tree_leaves(x) for t in tree_leaves(value(y)))
     return [t for t in leaves if isinstance(t, Tensor)]
 
 
 def _memory(x: Any) -> set[int]:
-    plain = (t for t in _tensors(x) if t.layout is torch.strided and not t.is_nested)
+    plain = (t for t in tensors(x) if t.layout is torch.strided and not t.is_nested)
     return {t.untyped_storage()._cdata for t in plain}
 
 
@@ -406,8 +419,12 @@ class Emitter:
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
         given, options = fx.map_arg((args, kwargs), value)
-        with self._mode, self.history.region(self.anchor):
-            call = getattr(given[0], target) if isinstance(target, str) else target
-            node.meta["example_value"] = call(*given[isinstance(target, str) :], **options)
+        node.meta["example_value"] = self.run(self.anchor, target, given, options)
         self.history.add(node)
         return node
+
+    def run(self, place: fx.Node, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function or a method with fake tensors, as at this node."""
+        with self._mode, self.history.region(place):
+            call = getattr(args[0], target) if isinstance(target, str) else target
+            return call(*args[isinstance(target, str) :], **kwargs)

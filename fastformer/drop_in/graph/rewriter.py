@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fastformer.drop_in.graph.axes import product, strides, views_of
+from fastformer.drop_in.graph.axes import product
 from fastformer.drop_in.graph.fused_attention import fused_attention
 from fastformer.drop_in.graph.layers import feed_forward, loss
 from fastformer.drop_in.graph.nodes import History, Stays, name, value, written
@@ -123,18 +123,9 @@ def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
 
 def _replace(history: History, node: fx.Node, new: fx.Node, pattern: list[fx.Node]) -> None:
     if new is not node:
-        if strides(new) != strides(node):
-            _let_views_copy(node)
         node.replace_all_uses_with(new)
     for old in sorted({node, *pattern}, reverse=True):
         _erase(history, old)
-
-
-def _let_views_copy(node: fx.Node) -> None:
-    """Turn the views of a tensor into reshapes, because its strides change."""
-    for view in views_of(node):
-        if name(view) == "view" and view.op == "call_method":
-            view.target = "reshape"
 
 
 def _erase(history: History, node: fx.Node) -> None:

@@ -233,6 +233,100 @@ def loss_of_transposed_batch(q, k, v, hidden):
 
 
 WEIGHT = torch.linspace(-1, 1, 64).view(8, 8)
+
+
+def copied_keys_written(q, k, v, hidden):
+    copied = k[:, :1].repeat_interleave(2, dim=1)
+    copied[..., :4] *= 2
+    return attend(scores_of(q, copied), v)
+
+
+def keys_repeated_without_gradient(q, k, v, hidden):
+    with torch.no_grad():
+        copied = k[:, :1].expand(k.shape).contiguous()
+    return attend(scores_of(q, copied), v)
+
+
+def with_sink(scores, sink):
+    return torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], dim=-1)
+
+
+def sink_beside_scores_minus_a_number(q, k, v, hidden):
+    return with_sink(scores_of(q, k) - 2, torch.ones(2, 1, 1)).softmax(-1)[..., :-1] @ v
+
+
+def sink_minus_the_largest_of_a_column(q, k, v, hidden):
+    scores = with_sink(scores_of(q, k), torch.ones(2, 1, 1))
+    return (scores - scores.amax(-2, keepdim=True)).softmax(-1)[..., :-1] @ v
+
+
+def sink_changed_after_its_copy(q, k, v, hidden):
+    sink = torch.ones(2, 1, 1)
+    scores = with_sink(scores_of(q, k), sink)
+    sink.zero_()
+    return scores.softmax(-1)[..., :-1] @ v + sink.sum()
+
+
+def mask_assigned_into_a_bias(q, k, v, hidden):
+    bias = torch.ones(hidden.shape) * q.shape[-1]
+    bias[2] = torch.finfo(q.dtype).min
+    return attend(scores_of(q, k) + bias, v)
+
+
+def positions_divided_by_a_small_number(q, k, v, hidden):
+    near = (2 - torch.arange(hidden.shape[-1])).clamp(min=0) / 1e-9
+    return attend((scores_of(q, k) - near).masked_fill(hidden, -1e9), v)
+
+
+def numbers_of_the_mask_written(q, k, v, hidden):
+    kept = (~hidden).float()
+    kept[2] = 0.5
+    return (scores_of(q, k).masked_fill(hidden, -1e9).softmax(-1) * kept) @ v
+
+
+def negated_mask_written(q, k, v, hidden):
+    kept = ~hidden
+    kept[2] = True
+    return (scores_of(q, k).masked_fill(~kept, -1e9).softmax(-1) * ~hidden) @ v
+
+
+def weights_times_the_mask_of_other_axes(q, k, v, hidden):
+    weights = scores_of(q, k).masked_fill(hidden, -1e9).softmax(-1)
+    return (weights.mT * ~hidden).mT @ v
+
+
+def zeros_by_one_of_two_masks(q, k, v, hidden):
+    scores = scores_of(q, k).masked_fill(hidden, -1e9).masked_fill(~hidden[:1].T, -1e9)
+    return (scores.softmax(-1) * ~hidden) @ v
+
+
+def two_draws_of_poisson(q, k, v, hidden):
+    rates = torch.ones(hidden.shape)
+    scores = scores_of(q, k).masked_fill(torch.poisson(rates) > 1, -1e9)
+    return (scores.softmax(-1) * ~(torch.poisson(rates) > 1)) @ v
+
+
+def norm_over_two_dimensions(q, k, v, hidden):
+    mean, var = q.mean((-2, -1), keepdim=True), q.var((-2, -1), unbiased=False, keepdim=True)
+    return (q - mean) * torch.rsqrt(var + 1e-5)
+
+
+def softmax_in_bfloat16(q, k, v, hidden):
+    return scores_of(q, k).softmax(-1, dtype=torch.bfloat16).float() @ v
+
+
+def norm_of_channels_viewed(q, k, v, hidden):
+    x = torch.cat([q, k, v], dim=1)
+    mean, var = x.mean(1, keepdim=True), x.var(1, unbiased=False, keepdim=True)
+    return ((x - mean) * torch.rsqrt(var + 1e-5)).flatten(2).view(size=(2, -1))
+
+
+def attention_viewed_after_a_graph_break(q, k, v, hidden):
+    out = torch.einsum("bhqk,bkhd->bhqd", scores_of(q, k).softmax(-1), v.transpose(1, 2))
+    torch._dynamo.graph_break()
+    return out.view(2, -1)
+
+
 FUNCTIONS = {
     mask_written_into_zeros: 1,
     mask_by_triu_of_full: 1,
@@ -250,6 +344,22 @@ FUNCTIONS = {
     clamped_activation: 0,
     norm_with_a_small_bound: 0,
     loss_of_transposed_batch: 0,
+    copied_keys_written: 1,
+    keys_repeated_without_gradient: 1,
+    sink_beside_scores_minus_a_number: 0,
+    sink_minus_the_largest_of_a_column: 0,
+    sink_changed_after_its_copy: 0,
+    mask_assigned_into_a_bias: 1,
+    positions_divided_by_a_small_number: 0,
+    numbers_of_the_mask_written: 0,
+    negated_mask_written: 0,
+    weights_times_the_mask_of_other_axes: 0,
+    zeros_by_one_of_two_masks: 0,
+    two_draws_of_poisson: 0,
+    norm_over_two_dimensions: 0,
+    softmax_in_bfloat16: 0,
+    norm_of_channels_viewed: 1,
+    attention_viewed_after_a_graph_break: 1,
 }
 
 

@@ -120,9 +120,9 @@ def _norm_by_hand(node: fx.Node) -> Norm | None:
 def _known_norm(found: Region, place: int, last: int, width: int) -> Norm | None:
     """Return the norm over the dimension `place` that a region computes on random numbers."""
     random = torch.Generator().manual_seed(0)
-    shapes = [[12, *[2, 3, 2, 3, 2][: last - 1], width], *(tensor(row).shape for row in found.rows)]
+    shapes = [[16, *[2, 3, 2, 3, 2][: last - 1], width], *(tensor(row).shape for row in found.rows)]
     x, *rows = (torch.randn(shape, dtype=torch.float64, generator=random) for shape in shapes)
-    sizes = 10.0 ** torch.arange(6.0, -6.0, -1.0, dtype=torch.float64)  # eps counts in small rows
+    sizes = 10.0 ** torch.arange(6.0, -10.0, -1.0, dtype=torch.float64)  # eps counts in small rows
     x = (x + 1) * sizes.view(-1, *[1] * last)
     constants = [number(y) for n in found.nodes for y in (*n.args, *n.kwargs.values())]
     functions: dict[Any, Callable[[], Tensor]] = {}

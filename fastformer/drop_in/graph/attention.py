@@ -113,14 +113,16 @@ class Form:
         most = abs(fill.value) / 100
         if most < math.inf and not all(is_small(read.node, most) for read, _ in self.terms):
             raise Stays("scores are filled with a finite number after a term, which may hide keys")
+        if most < math.inf and self.shifted and self.fills:
+            raise Stays("a mask fills with a finite number after filled scores have been shifted")
         self.fills.append(fill)
 
     def add(self, read: Read, factor: float) -> None:
-        if any(fill.value > -math.inf for fill in self.fills):
-            raise Stays("a term is added to scores that are filled with a finite number")
         of_keys = {axis for dim in read.dims for axis in flat(dim)} & {*flat(self.keys)}
         if _largest_of(read.node) in self.nodes and not of_keys:
             self.shifted = True  # the scores of a row by the same number: no weight changes
+        elif any(fill.value > -math.inf for fill in self.fills):
+            raise Stays("a term is added to scores that are filled with a finite number")
         else:
             self.terms.append((read, factor))
 

@@ -18,6 +18,7 @@ from fastformer.drop_in.graph.nodes import (
     is_written,
     name,
     number,
+    reads_only,
     same,
     source,
     static,
@@ -181,7 +182,8 @@ def _takes_strides(emit: Emitter, new: fx.Node, node: fx.Node) -> bool:
     for user in node.graph.nodes:
         if not any(x in fakes for x in user.all_input_nodes):
             continue
-        if len(fakes) > 32 or not name(user) or is_written(user) or name(user) in _LEFT:
+        known = name(user) or reads_only(user.target)
+        if len(fakes) > 32 or not known or is_written(user) or name(user) in _LEFT:
             return False
         given = fx.map_arg((user.args, user.kwargs), lambda x: fakes.get(x, value(x)))
         try:

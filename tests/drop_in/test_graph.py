@@ -315,10 +315,20 @@ def softmax_in_bfloat16(q, k, v, hidden):
     return scores_of(q, k).softmax(-1, dtype=torch.bfloat16).float() @ v
 
 
-def norm_of_channels_viewed(q, k, v, hidden):
+def norm_of_channels(q, k, v):
     x = torch.cat([q, k, v], dim=1)
     mean, var = x.mean(1, keepdim=True), x.var(1, unbiased=False, keepdim=True)
-    return ((x - mean) * torch.rsqrt(var + 1e-5)).flatten(2).view(size=(2, -1))
+    return (x - mean) * torch.rsqrt(var + 1e-5)
+
+
+def norm_of_channels_viewed(q, k, v, hidden):
+    return norm_of_channels(q, k, v).flatten(2).view(size=(2, -1))
+
+
+def norm_of_channels_written_through_a_view(q, k, v, hidden):
+    x = norm_of_channels(q, k, v) * 2
+    x.flatten(2)[..., 0] = 0
+    return x
 
 
 def attention_viewed_after_a_graph_break(q, k, v, hidden):
@@ -359,6 +369,7 @@ FUNCTIONS = {
     norm_over_two_dimensions: 0,
     softmax_in_bfloat16: 0,
     norm_of_channels_viewed: 1,
+    norm_of_channels_written_through_a_view: 1,
     attention_viewed_after_a_graph_break: 1,
 }
 

@@ -331,6 +331,27 @@ def norm_of_channels_written_through_a_view(q, k, v, hidden):
     return x
 
 
+def cat_of_two_norms_viewed(q, k, v, hidden):
+    both = norm_of_channels(q, k, v), norm_of_channels(k, v, q)
+    return torch.cat([F.gelu(x) for x in both], dim=1).view(2, -1)
+
+
+def norm_rolled_and_viewed(q, k, v, hidden):
+    return norm_of_channels(q, k, v).roll(1, 2).view(2, -1)
+
+
+def clamped_norm(q, k, v, hidden):
+    x = torch.cat([q.flatten(2) ** 3, k.flatten(2)], dim=-1)
+    mean, var = x.mean(-1, keepdim=True), x.var(-1, unbiased=False, keepdim=True)
+    return ((x - mean) * torch.rsqrt(var + 1e-5)).clamp(-5, 5) * torch.full((112,), 1.5)
+
+
+def output_written_after_a_graph_break(q, k, v, hidden):
+    out = attend(scores_of(q, k), v)
+    torch._dynamo.graph_break()
+    return out.add_(1)
+
+
 def attention_viewed_after_a_graph_break(q, k, v, hidden):
     out = torch.einsum("bhqk,bkhd->bhqd", scores_of(q, k).softmax(-1), v.transpose(1, 2))
     torch._dynamo.graph_break()
@@ -370,6 +391,10 @@ FUNCTIONS = {
     softmax_in_bfloat16: 0,
     norm_of_channels_viewed: 1,
     norm_of_channels_written_through_a_view: 1,
+    cat_of_two_norms_viewed: 1,
+    norm_rolled_and_viewed: 1,
+    clamped_norm: 1,
+    output_written_after_a_graph_break: 1,
     attention_viewed_after_a_graph_break: 1,
 }
 

@@ -460,7 +460,7 @@ def _chain(node: fx.Node) -> Any:
 
 
 _ARITHMETIC = {
-    *("add", "sub", "rsub", "mul", "neg", "abs", "sigmoid", "tanh", "relu", "logsigmoid"),
+    *("add", "sub", "rsub", "mul", "neg", "abs", "sigmoid", "tanh", "relu", "log_sigmoid"),
     *("clamp", "minimum", "maximum", "cumsum", "pad", "arange", "sqrt", "square"),
 }
 _SELECTS = CASTS | {"getitem", "index_select", "gather", "repeat", "cat", "stack", "roll"}
@@ -505,7 +505,7 @@ def _parts(node: fx.Node, most: float) -> list[Any] | None:
         return None
     constant = evaluated(node, 1 << 22)
     if constant is not None:
-        return [float(constant.abs().max()) if constant.numel() else 0.0]
+        return [float(constant.double().abs().max()) if constant.numel() else 0.0]
     if isinstance(x, torch.nn.Parameter):
         return [] if x.requires_grad else None
     if called in _SELECTS or is_view(node):
@@ -529,15 +529,19 @@ def _are_slopes(node: fx.Node, x: Tensor) -> bool:
 
 
 def _is_activation(product: fx.Node, most: float) -> bool:
-    """Return whether no number above `most` is in what a product is made of, back to norms."""
+    """Return whether a product is made of something learned or normed, and of no number above
+    `most`, back to norms.
+    """
     seen: set[fx.Node] = set()
-    stack = [product]
+    stack, learned = [product], False
     while stack:
         node = stack.pop()
         seen.add(node)
         given = tree_leaves((node.args, node.kwargs))
         if any(isinstance(x, (int, float)) and abs(x) > most for x in given):
             return False
+        is_parameter = isinstance(value(node), torch.nn.Parameter) and value(node).requires_grad
+        learned = learned or is_parameter or name(node) in _BOUNDED
         if name(node) not in _BOUNDED:
             stack += [x for x in (*node.all_input_nodes, *writers_of(node)) if x not in seen]
-    return True
+    return learned

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from fastformer.drop_in.graph.nodes import (
+    CASTS,
+    ELEMENTWISE,
     Emitter,
     Stays,
     arg,
@@ -75,17 +77,7 @@ CONTIGUOUS = {  # functions whose result is contiguous, whatever the strides bef
 }
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 _PERMUTES = {"transpose", "permute", "movedim", "moveaxis", "t", "T", "mT"}
-# What depends on strides in another way, or on values.
-_LEFT = {
-    "as_strided",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "item",
-    "tolist",
-    "argwhere",
-    "resize_",
-}
+_MOVED = "fastformer: moved"  # in the meta of a node whose strides a new node changes: its value
 _EXPANDS = ("expand", "expand_as", "broadcast_to")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
@@ -173,34 +165,48 @@ def fitting(emit: Emitter, new: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _takes_strides(emit: Emitter, new: fx.Node, node: fx.Node) -> bool:
-    """Return whether what follows a node runs, and soon has the same strides, with the strides of
-    a new one; views that then copy become reshapes. Otherwise change nothing.
+    """Return whether what follows a node may have the strides of a new one: it ends soon in copies
+    and products, and nothing of it is written or leaves the graph. Views that would have to copy
+    become reshapes.
     """
-    if is_written(node):
-        return False
-    fakes, views = {node: value(new)}, []
-    for user in node.graph.nodes:
-        if not any(x in fakes for x in user.all_input_nodes):
+    history = emit.history
+    moved, reached, waiting = {node: value(new)}, {node}, {*node.users}
+    views: list[fx.Node] = []
+    while waiting:
+        user = min(waiting)
+        waiting.remove(user)
+        if user in reached or name(user) in CONTIGUOUS:
             continue
-        known = name(user) or reads_only(user.target)
-        if len(fakes) > 32 or not known or is_written(user) or name(user) in _LEFT:
+        if len(moved) > 32 or is_written(user) or not _follows(user):
             return False
-        given = fx.map_arg((user.args, user.kwargs), lambda x: fakes.get(x, value(x)))
+        reached.add(user)
+        given = fx.map_arg(
+            (user.args, user.kwargs), lambda x: moved.get(x, x.meta.get(_MOVED, value(x)))
+        )
+        is_method = user.op == "call_method" and name(user) == "view"
+        views += [user] * is_method
         try:
-            fake = emit.run(user, user.target, *given)
+            fake = emit.run(user, "reshape" if is_method else user.target, *given)
         except Exception:  # a view that these strides do not allow
-            if name(user) != "view":
-                return False
-            try:
-                fake = emit.run(user, "reshape", *given)
-            except Exception:
-                return False
-            views.append(user)
-        if [x.stride() for x in tensors(fake)] != [x.stride() for x in tensors(value(user))]:
-            fakes[user] = fake
-    for view in views:
-        view.target = "reshape"
+            return False
+        before = tensors(user.meta.get(_MOVED, value(user)))
+        if [x.stride() for x in tensors(fake)] != [x.stride() for x in before]:
+            moved[user] = fake
+            waiting |= {*user.users}
+    leaving = {*history.last().all_input_nodes}
+    if any(x in leaving for y in reached for x in history.aliases(y)):
+        return False
+    for user in views:
+        user.target = "reshape"
+    for user, fake in moved.items():
+        user.meta[_MOVED] = fake
     return True
+
+
+def _follows(node: fx.Node) -> bool:
+    """Return whether a node computes elementwise, or views or copies, as fake tensors tell."""
+    called = name(node)
+    return called in ELEMENTWISE or called in CASTS or is_view(node) or reads_only(node.target)
 
 
 def broadcast(dims: Dims, shape: Any) -> Dims:

@@ -130,6 +130,9 @@ def fused_attention(history: History, node: fx.Node, found: Product) -> tuple[fx
         if tensor(out).dtype != tensor(node).dtype:
             raise Stays(f"its result would be {tensor(out).dtype}")
         out = fitting(fuser.emit, out, node)
+        leaving = {*history.last().all_input_nodes}
+        if any(x in leaving for x in history.aliases(node)):
+            out = fuser.emit("clone", out)  # the backward reads the op's own
         if form.dropout is not None and fuser.readers:
             readers = {*fuser.readers}
             form.dropout.reader.replace_all_uses_with(fuser.kept, readers.__contains__)

@@ -11,6 +11,7 @@ from torch import fx
 
 from fastformer.drop_in.graph.axes import fitting, is_permute, permutation
 from fastformer.drop_in.graph.nodes import (
+    ELEMENTWISE,
     Emitter,
     History,
     Stays,
@@ -28,7 +29,6 @@ from fastformer.drop_in.graph.nodes import (
 )
 from fastformer.drop_in.graph.norms import Match
 from fastformer.drop_in.graph.regions import (
-    ELEMENTWISE,
     Region,
     is_untouched,
     known_function,

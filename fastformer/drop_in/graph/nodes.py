@@ -44,6 +44,11 @@ CASTS = {  # and copies
     *("to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone"),
     *("alias", "view_as", "identity", "positive"),
 }
+ELEMENTWISE = {
+    *("relu", "gelu", "silu", "sigmoid", "tanh", "erf", "exp", "mul", "add", "sub", "div"),
+    *("pow", "square", "neg", "reciprocal", "sqrt", "rsqrt", "clamp", "clamp_min", "abs"),
+    *("softplus",),
+}
 _WRITTEN = "fastformer: writers"  # in the meta of a node: those that write its memory
 # What begins or ends a region in which torch's functions compute in another way.
 _REGIONS = ("enter_autocast", "exit_autocast", "set_grad_enabled", "enter_inference_mode")

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from fastformer.drop_in.graph.axes import fitting
 from fastformer.drop_in.graph.nodes import (
+    ELEMENTWISE,
     Emitter,
     History,
     Stays,
@@ -25,7 +26,6 @@ from fastformer.drop_in.graph.nodes import (
     tensor,
 )
 from fastformer.drop_in.graph.regions import (
-    ELEMENTWISE,
     REDUCTIONS,
     Region,
     is_untouched,
@@ -123,6 +123,7 @@ def _known_norm(found: Region, place: int, last: int, width: int) -> Norm | None
     shapes = [[16, *[2, 3, 2, 3, 2][: last - 1], width], *(tensor(row).shape for row in found.rows)]
     x, *rows = (torch.randn(shape, dtype=torch.float64, generator=random) for shape in shapes)
     sizes = 10.0 ** torch.arange(6.0, -10.0, -1.0, dtype=torch.float64)  # eps counts in small rows
+    x[4:8, ..., 0] *= 1e4  # rows in which one number stands out
     x = (x + 1) * sizes.view(-1, *[1] * last)
     constants = [number(y) for n in found.nodes for y in (*n.args, *n.kwargs.values())]
     functions: dict[Any, Callable[[], Tensor]] = {}

@@ -13,11 +13,6 @@ from torch import Tensor, fx
 
 from fastformer.drop_in.graph.nodes import History, is_cast, is_tensor, name, source, tensor
 
-ELEMENTWISE = {
-    *("relu", "gelu", "silu", "sigmoid", "tanh", "erf", "exp", "mul", "add", "sub", "div"),
-    *("pow", "square", "neg", "reciprocal", "sqrt", "rsqrt", "clamp", "clamp_min", "abs"),
-    *("softplus",),
-}
 REDUCTIONS = {"mean", "var", "std", "norm", "normalize"}
 _MOST = 20  # nodes
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fastformer.drop_in.graph.nodes import (
     CASTS,
@@ -204,9 +205,12 @@ def _takes_strides(emit: Emitter, new: fx.Node, node: fx.Node) -> bool:
 
 
 def _follows(node: fx.Node) -> bool:
-    """Return whether a node computes elementwise, or views or copies, as fake tensors tell."""
+    """Return whether a node computes elementwise, views, copies or joins, as fake tensors tell."""
     called = name(node)
-    return called in ELEMENTWISE or called in CASTS or is_view(node) or reads_only(node.target)
+    if called == "getitem":
+        return not any(isinstance(x, fx.Node) for x in tree_leaves(node.args[1]))
+    known = called in ELEMENTWISE or called in CASTS or called in ("cat", "chunk", "split")
+    return known or is_view(node) or reads_only(node.target)
 
 
 def broadcast(dims: Dims, shape: Any) -> Dims:

@@ -147,16 +147,8 @@ _FILLS = {
 }
 RANDOM = (  # parts of names
     *("rand", "bernoulli", "dropout", "normal", "multinomial", "empty", "rrelu", "poisson"),
-    *(
-        "gumbel",
-        "exponential",
-        "cauchy",
-        "geometric",
-        "binomial",
-        "gamma",
-        "dirichlet",
-        "fractional",
-    ),
+    *("gumbel", "exponential", "cauchy", "geometric", "binomial", "gamma", "dirichlet"),
+    "fractional",
 )
 
 
@@ -188,7 +180,11 @@ def evaluated(node: fx.Node, most: int, known: dict[fx.Node, Any] | None = None)
                 known[x] = call(*args[isinstance(x.target, str) :], **kwargs)
     except Exception:  # a call that does not take such arguments
         return None
-    return known[node]
+    found = known[node]
+    for x in needed:
+        if len(x.users) < 2:  # what several layers read, as their mask, is kept
+            del known[x]
+    return found
 
 
 def _on_cpu(x: Any) -> Any:

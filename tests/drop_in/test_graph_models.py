@@ -349,7 +349,7 @@ NO_ATTENTION = {  # softmaxes that are wanted by count, but are none
     "gpt_oss": (2, "the router of each layer"),
     "v cct": (1, "it weighs the sequence by one linear layer, to pool it"),
 }
-CHEAP = {"distilbert", "x encoder", "v simple_vit"}
+CHEAP = {"distilbert", "x encoder"}  # vit_pytorch is installed for the other cases alone
 
 
 def made(name):

@@ -6,8 +6,7 @@ The layers run on the stand-in GPU (benchmarks/gpu/stand_in): Triton's kernels a
 H100 and their launches accepted, and of torch's ops each that computes counts as one launch. A
 figure is the difference between a stack of three layers and one of two, in training, in bfloat16,
 with dropout and a key mask, so that it is the cost of one more layer. `torch` is the layer of
-torch.nn in eager mode with its memory-efficient attention. `bert` is a layer of Hugging Face's
-BERT: `accelerate` also sets its attn_implementation to fastformer.
+torch.nn in eager mode with its memory-efficient attention.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from benchmarks import table as markdown_table
 
 B, S, D, H = 64, 128, 512, 8
 DRAWS = "randint of a forward"
-LAYERS = "encoder", "decoder", "bert"
+LAYERS = "encoder", "decoder"
 PROVIDERS = "fastformer", "accelerate", "torch"
 KINDS = ("Triton", "mm", "addmm", "sum", "randint", "cat", "copy", "other")
 KIND = {name: name for name in ("mm", "addmm", "sum", "randint", "cat")} | {"stack": "cat"}
@@ -62,7 +61,7 @@ def _count(layers: Sequence[str], providers: Sequence[str]) -> Counts:
     import torch
     import torch.nn.functional as F
     import triton
-    from torch import Tensor, nn
+    from torch import nn
     from torch.utils._python_dispatch import TorchDispatchMode
 
     import fastformer as ff
@@ -93,26 +92,11 @@ def _count(layers: Sequence[str], providers: Sequence[str]) -> Counts:
     x = torch.randn(B, S, D, **options)
     padding = torch.zeros(B, S, dtype=torch.bool, device="cuda")
 
-    def bert(provider: str, layers: int) -> tuple[nn.Module, Callable[[], Tensor]]:
-        import transformers
-
-        sizes = dict(hidden_size=D, num_attention_heads=H, intermediate_size=4 * D, vocab_size=8)
-        config = transformers.BertConfig(num_hidden_layers=layers, **sizes)
-        model = transformers.BertModel(config, add_pooling_layer=False).to(**options)
-        if provider == "accelerate":
-            ff.register_transformers()
-            model.set_attn_implementation("fastformer")
-            ff.accelerate(model)
-        given = dict(inputs_embeds=x, attention_mask=~padding)
-        return model, lambda: model(**given).last_hidden_state
-
     def step(kind: str, provider: str, layers: int) -> Counter[str]:
         """Return the launches of forward and backward of a stack."""
         given, names = ((x,), ("src",)) if kind == "encoder" else ((x, x), ("tgt", "memory"))
         stack: nn.Module
-        if kind == "bert":
-            stack, call = bert(provider, layers)
-        elif provider == "fastformer":
+        if provider == "fastformer":
             stack = getattr(ff.make_model(8, 8, layers, D, 4 * D, H), kind).to(**options)
             call = lambda: stack(*given, *[~padding.unsqueeze(1)] * len(given))  # noqa: E731
         else:
@@ -130,8 +114,6 @@ def _count(layers: Sequence[str], providers: Sequence[str]) -> Counts:
     counts = {}
     for kind in layers:
         for provider in providers:
-            if kind == "bert" and provider == "fastformer":  # which has no BERT
-                continue
             two, three = step(kind, provider, 2), step(kind, provider, 3)
             counts[f"{kind}, {provider}"] = _of_a_layer(two, three)
     return counts

@@ -12,15 +12,28 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastformer.checks import require_instance
 from fastformer.dispatch import backends
-from fastformer.drop_in import remaining
+from fastformer.drop_in.capture import own_code
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.base import Accelerated, running
+from fastformer.drop_in.replacements.rewritten import Rewritten, parts_of
 from fastformer.nn.attention import MultiHeadedAttention
+
+OWN_ATTENTION = "attention of its own; accelerate(model) rewrites what the ops compute"
+ON_A_CPU = 'torch runs it on a CPU with the backend "auto"'
+_ITS_CODE = 'the code of a rewritten module ran, as on a CPU with the backend "auto"'
+DIRECT_CALL = "it calls F.scaled_dot_product_attention; accelerate and sdpa_override reach it"
+SUGGESTION = (
+    "attn_implementation is {!r}; after register_transformers() "
+    "model.set_attn_implementation('fastformer') replaces it"
+)
+_PRODUCTS = "matmul", "__matmul__", "bmm", "baddbmm", "einsum"
+_SOFTMAX = "softmax", "_softmax"
 
 
 def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +72,9 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
 
         kinds = kinds_of(target)
         if kinds is not None:
-            return Explanation(tuple(explain_compiled(model, kinds, *args, **kwargs)))
+            names = {name for name, _ in model.named_modules()}
+            rows = explain_compiled(model, names, kinds, args, kwargs)[1]
+            return Explanation(tuple(rows))
     recorder = _Recorder(model)
     with recorder.recording():
         model(*args, **kwargs)
@@ -98,38 +113,73 @@ class _Recorder:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[nn.Module] = []
         self._attended: list[int] = []
+        self._handles: list[RemovableHandle] = []
+        self._mode = _TorchAttention(self)
         config = getattr(model, "config", None)
         self._hugging_face = hasattr(config, "_attn_implementation")
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """A context that records the calls of this thread."""
-        previous, running.modules = running.modules, self._running
-        handles = [
+        previous = running.modules, running.explain
+        running.modules, running.explain = self._running, self._explain
+        self._add_hooks()
+        try:
+            with backends.observe(on_choice=self.record), self._mode:
+                yield
+        finally:
+            running.modules, running.explain = previous
+            self._remove_hooks()
+
+    def _add_hooks(self) -> None:
+        self._handles = [
             _hooks.register_module_forward_pre_hook(self._enter),
             _hooks.register_module_forward_hook(self._leave, always_call=True),  # after errors too
         ]
-        try:
-            with backends.observe(on_choice=self.record), _TorchAttention(self):
-                yield
-        finally:
-            running.modules = previous
-            for handle in handles:
-                handle.remove()
 
-    def record(self, choice: backends.Choice) -> None:
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _explain(self, module: Rewritten, args: Any, kwargs: Any) -> Any:
+        """Run a module whose graphs are rewritten, and record what ran in it."""
+        from fastformer.drop_in.graph.explained import explain_compiled
+        from fastformer.drop_in.graph.rewriter import KINDS, recording
+
+        forward, names = own_code(module._original.forward), {n for n, _ in module.named_modules()}
+        self._remove_hooks()  # else Dynamo would capture them, and the mode
+        try:
+            silent = backends.observe(on_choice=lambda choice: None)  # while a graph is rewritten
+            with self._mode.off(), silent, recording() as rewriting:
+                given, keeps = (module, *args), module._keeps_weights
+                out, rows = explain_compiled(forward, names, KINDS, given, kwargs, keeps)
+        finally:
+            self._add_hooks()
+        module._known().explained += parts_of(rewriting, names)
+        for name, *rest in rows:
+            self.record(backends.Choice(*rest), name)
+        return out
+
+    def record(self, choice: backends.Choice, part: str = "") -> None:
+        """Add a row. part: the name of a module within the running one."""
         known = (self._names[id(m)] for m in reversed(self._running) if id(m) in self._names)
-        self.rows.append((next(known, ""), choice.op, choice.backend, choice.reason))
+        name = ".".join(x for x in (next(known, ""), part) if x)
+        self.rows.append((name, choice.op, choice.backend, choice.reason))
         if "attention" in choice.op.lower():
             self._attended[:] = [n + 1 for n in self._attended]
+
+    def own(self, advice: str) -> str:
+        """Return why the running module computes something by its own code."""
+        return _ITS_CODE if any(isinstance(x, Rewritten) for x in self._running) else advice
 
     def record_own_attention(self) -> None:
         """Record that the code of the running module has computed an attention."""
         module = self._running[-1] if self._running else None
         if module is None or isinstance(module, MultiHeadedAttention):  # which records its fallback
             return
-        why = remaining.own_attention(module)
-        self.record(backends.Choice(type(module).__name__, "torch", why))
+        self.record(
+            backends.Choice(type(module).__name__, "torch", self.own(own_attention(module)))
+        )
         self._attended[:] = [n + 1 for n in self._attended]
 
     def _enter(self, module: nn.Module, _: object) -> None:
@@ -142,13 +192,20 @@ class _Recorder:
             return
         name, why = type(module).__name__, None
         if not isinstance(module, Accelerated) and isinstance(module, tuple(KINDS)):
-            why = "accelerate(model) has not replaced it"
+            why = self.own("accelerate(model) has not replaced it")
         elif self._hugging_face and "attention" in name.lower() and not self._attended[-1]:
-            why = remaining.own_attention(module)
+            why = self.own(own_attention(module))
         if why is not None:
             self.record(backends.Choice(name, "torch", why))
         self._running.pop()
         self._attended.pop()
+
+
+def own_attention(module: nn.Module) -> str:
+    """Return what to do about a module whose attention is its own."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    asks = hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS")
+    return SUGGESTION.format(name) if asks and name not in (None, "fastformer") else OWN_ATTENTION
 
 
 class _TorchAttention(TorchFunctionMode):
@@ -161,6 +218,22 @@ class _TorchAttention(TorchFunctionMode):
         self._recorder = recorder
         # Tensors that depend on a product, and whether on a softmax of it.
         self._products = WeakIdKeyDictionary()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """A context without this mode; those that were entered within it stay."""
+        inner = []
+        while (mode := _pop_mode()) is not self:
+            inner.append(mode)
+        for mode in reversed(inner):
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in inner:
+                _pop_mode()
+            for mode in (self, *reversed(inner)):
+                _push_mode(mode)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
@@ -175,13 +248,13 @@ class _TorchAttention(TorchFunctionMode):
         found = [self._products[x] for x in given if x in self._products]
         if func is F.scaled_dot_product_attention:
             theirs = caller == "transformers.integrations.sdpa_attention"
-            why = remaining.SUGGESTION.format("sdpa") if theirs else remaining.DIRECT_CALL
+            why = self._recorder.own(SUGGESTION.format("sdpa") if theirs else DIRECT_CALL)
             self._recorder.record(backends.Choice(op, "torch", why))
-        elif name in remaining.PRODUCTS:
+        elif name in _PRODUCTS:
             if any(found):
                 self._recorder.record_own_attention()
             found = [False]
-        elif name in remaining.SOFTMAX and found:
+        elif name in _SOFTMAX and found:
             found = [True]
         if found and isinstance(out, Tensor) and func is not F.linear:
             self._products[out] = any(found)

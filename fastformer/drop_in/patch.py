@@ -10,24 +10,26 @@ import torch
 from torch import nn
 
 from fastformer.checks import require_flag, require_instance
-from fastformer.drop_in.explanation import explain, name_pattern
-from fastformer.drop_in.remaining import ATTENTION_WORDS, remaining, remaining_attention
-from fastformer.drop_in.replacements import KINDS, RECOGNIZED, known_methods, rotary
+from fastformer.drop_in.capture import WEIGHTS
+from fastformer.drop_in.explanation import ON_A_CPU, explain, name_pattern
+from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
-from fastformer.drop_in.replacements.base import Accelerated, AnySignature, class_for
+from fastformer.drop_in.replacements.base import Accelerated, class_for
 from fastformer.drop_in.replacements.layers import Layer
+from fastformer.drop_in.replacements.rewritten import (
+    Part,
+    Rewritten,
+    is_left_on_a_cpu,
+    share,
+)
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
-from fastformer.drop_in.replacements.sublayers import FusedSequential, sequence, unfit
-from fastformer.drop_in.replacements.transformers_layers import (
+from fastformer.drop_in.replacements.transformers_loss import (
     FusedModelWithLoss,
     has_loss,
+    needs_logits,
     unknown_loss,
-    unknown_structure,
 )
-from fastformer.drop_in.trial import disagreement, needs_logits
-from fastformer.nn.attention import MultiHeadedAttention
-from fastformer.nn.feed_forward import PositionwiseFeedForward
-from fastformer.nn.norms import LayerNorm
+from fastformer.drop_in.units import units
 
 Plan = list[tuple[nn.Module, type[Accelerated]]]  # the class that each module gets
 
@@ -44,15 +46,17 @@ def accelerate(
 
     It replaces nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
     nn.TransformerEncoder and nn.TransformerDecoder (thus nn.Transformer), nn.LayerNorm, nn.RMSNorm
-    and subclasses that keep their forward. It also replaces the attention, norm and feed-forward of
-    the Annotated Transformer: it recognizes them by their attributes (linears.0 .. 3 with h and
-    d_k; a_2 and b_2; w_1 and w_2) and confirms them by comparing with a trial run of the original
-    in float64. In the same way it replaces the RMSNorms, rotary positions and gated feed-forwards
-    of Hugging Face's models; and a model whose loss is the cross-entropy of its logits computes it
-    by `cross_entropy`. The layers of transformers whose source it knows, and an nn.Sequential
-    that holds Linear, activation, dropout, Linear, run on `feed_forward`, `dropout_add_layer_norm`
-    and `dropout_add_rms_norm`. Only the class of each module changes: parameters, buffers, hooks,
-    state dict, signature and defaults stay.
+    and subclasses that keep their forward. A Hugging Face model whose loss is the cross-entropy of
+    its logits computes it by `cross_entropy`.
+
+    Every other module whose code computes attention, a norm or a feed-forward layer is rewritten,
+    and so is the layer of a stack that holds them. torch.compile's Dynamo captures its forward at
+    its first call, and again where a call differs: in training and evaluation, in another dtype.
+    The rewriter of `InductorPass` puts the ops into the graph, which runs as it is. On a CPU with
+    the backend "auto" these modules run their own code: that is decided at each call.
+
+    Only the class of each module changes: parameters, buffers, hooks, state dict, signature and
+    defaults stay.
 
     The outputs equal torch's at every position and in every mode, also at the padding: zeros where
     torch's encoder converts to nested tensors at inference, the output of its layers otherwise.
@@ -66,14 +70,16 @@ def accelerate(
     - An output is contiguous; torch's may be a transposed view.
     - A layer whose submodules have hooks calls them one by one; a hook on all modules
       (torch.nn.modules.module.register_module_forward_hook) does not see those that an op runs.
-    - A loss of Hugging Face's models, their norms and gates round once, where theirs may round
-      twice.
+    - The norms, gates and losses of Hugging Face's models round once, where theirs may round twice.
       The backward of that loss reads the logits: torch raises an error if they were changed.
-    - The tutorial's attribute `attn`, the weights of the last call, is None afterwards.
+    - Weights of attention that a rewritten module returns or stores are computed beside the op, so
+      that its output has no gradient for them.
 
-    torch.jit.script does not accept a replaced model: restore it first. torch.jit.trace records the
-    original forwards, so that the trace equals that of the original model. A compiled model is
-    compiled again; the report does not count calls inside a compiled model.
+    torch.jit.script does not accept a replaced model: restore it first. torch.jit.trace and
+    torch.fx record the original forwards, and torch.func transforms them. An outer torch.compile
+    captures the original forwards of rewritten modules: compile within `fusing`. A rewritten module
+    with a hook on a module within it runs its own code. The report does not count calls inside a
+    compiled model.
 
     A second call replaces what was added since. An option that it is not given (None) stays as an
     earlier call set it; without one, need_weights is True and the others are False.
@@ -81,8 +87,8 @@ def accelerate(
     Args:
         model: any module. Modules are replaced at every depth, the model itself included.
         inputs, named: arguments of the model, or none. With them the model runs once, without
-            gradients, and the report also names the attention that this run computed outside of
-            fastformer. Without them it names what the code of the modules shows.
+            gradients, so that the report says what is in the rewritten modules; and it names the
+            attention that torch has computed outside of them.
         drop_padding: if True, every nn.TransformerEncoder that is given a boolean
             src_key_padding_mask skips the padding, if that is at least a tenth of the batch. This
             changes the output: at the padding the layers return zeros in every mode, and the final
@@ -93,7 +99,8 @@ def accelerate(
             whose memory_key_padding_mask hides it from the decoder.
         need_weights: if False, nn.MultiheadAttention always runs on the fused op and returns
             (output, None), even if its caller asks for weights: for a model that discards the
-            weights, as `self.attn(x, x, x)[0]` does. If True, a call with need_weights=True,
+            weights, as `self.attn(x, x, x)[0]` does. A rewritten module returns and stores None in
+            their place. If True, a call with need_weights=True,
             torch's default, runs in plain PyTorch; the report notes this immediately.
         skip_logits: if True, a Hugging Face model that is given labels in training mode computes
             its loss from its hidden states, by `linear_cross_entropy`, which never holds all
@@ -123,6 +130,8 @@ def accelerate(
     try:
         for module, cls in plan:
             module.__class__ = cls
+        share([module for module, _ in plan])
+        _set_options(report, **options)
         if inputs or named:
             _name_attention(model, inputs, named, report)
     except BaseException:
@@ -130,17 +139,17 @@ def accelerate(
             if isinstance(module, Accelerated):
                 _restore_class(module)
         raise
-    _set_options(report, **options)
     return report
 
 
 def _name_attention(model: nn.Module, inputs: Any, named: Any, report: Report) -> None:
-    """Run the model, and note what attention torch has computed."""
+    """Run the model, and note what attention torch has computed outside of rewritten modules."""
     with torch.no_grad(), torch.random.fork_rng():
         rows = explain(model, *inputs, **named).rows
+    rewritten = [x for x, module in report._modules.items() if isinstance(module, Rewritten)]
     for name, op, backend, reason in rows:
-        known = report.skipped.get(name, "").endswith(reason)
-        if backend == "torch" and reason.startswith(ATTENTION_WORDS) and not known:
+        inside = any(name == unit or name.startswith(f"{unit}.") or not unit for unit in rewritten)
+        if backend == "torch" and "ttention" in f"{op} {reason}" and not inside:
             report.notes.setdefault(name, f"{op}: {reason}")
 
 
@@ -157,6 +166,10 @@ def _set_options(
     for name, module in report._modules.items():
         if isinstance(module, FusedTransformerEncoder) and drop_padding is not None:
             module._drops_padding = drop_padding
+        if isinstance(module, Rewritten) and need_weights is not None:
+            if module._keeps_weights != need_weights:
+                module._known().explained.clear()
+            module._keeps_weights = need_weights
         if isinstance(module, FusedMultiheadAttention):
             if need_weights is not None:
                 module._returns_weights = need_weights
@@ -200,7 +213,8 @@ class Report:
     module of a supported kind was not replaced. already: the names of the modules that an earlier
     call replaced. notes: module name -> what keeps a replaced module from the fused ops, as far as
     known before any call. fallbacks: module name -> {reason: number of calls so far that did not
-    run on the fused ops}.
+    run on the fused ops}. rewritten: module name -> what its calls so far have shown: for each op
+    or part that stays (module, kind, op or "", reason or "", line of its code); empty before.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -214,29 +228,60 @@ class Report:
         counters = {name: m.__dict__.get("_fallbacks") for name, m in self._modules.items()}
         return {name: dict(counter) for name, counter in counters.items() if counter}
 
+    @property
+    def rewritten(self) -> dict[str, list[Part]]:
+        modules = {name: m for name, m in self._modules.items() if isinstance(m, Rewritten)}
+        return {name: m._known().parts() for name, m in modules.items()}
+
+    def _ops(self, name: str, parts: list[Part]) -> str:
+        """Return what is known of a rewritten module: the ops that it calls."""
+        ops = Counter(x.op for x in parts if x.op)
+        named = ", ".join(op + (f" x {n}" if n > 1 else "") for op, n in ops.items())
+        called = parts or self._modules[name]._known()  # type: ignore[operator]
+        return named or ("nothing is fused" if called else "rewritten at the first call")
+
     def __str__(self) -> str:
         count = f"{len(self.replaced)} modules" if self.replaced else "nothing"
         lines = [f"replaced: {count}"]
-        groups = Counter((name_pattern(name), cls) for name, cls in self.replaced.items())
-        width = max((len(name) for name, _ in groups), default=0)
-        for (name, cls), n in groups.items():
-            lines.append(f"  {name:{width}}  {cls}" + (f" x {n}" if n > 1 else ""))
+        rewritten = self.rewritten
+        of = {name: f": {self._ops(name, parts)}" for name, parts in rewritten.items()}
+        groups = Counter((name_pattern(x), cls, of.get(x, "")) for x, cls in self.replaced.items())
+        width = max((len(name) for name, *_ in groups), default=0)
+        for (name, cls, ops), n in groups.items():
+            lines.append(f"  {name:{width}}  {cls}" + (f" x {n}" if n > 1 else "") + ops)
         if self.already:
             lines.append(f"replaced before: {len(self.already)} modules")
         for title, listed in (("skipped", self.skipped), ("noted", self.notes)):
             if listed:
                 lines.append(f"{title}: {len(listed)} modules")
             same = Counter((name_pattern(name), why) for name, why in listed.items())
-            for (name, why), n in same.items():
-                lines.append(f"  {name}: {why}" + (f" (x {n})" if n > 1 else ""))
+            lines += [f"  {name}: {why}{_times(n)}" for (name, why), n in same.items()]
+        stays = Counter(
+            (name_pattern(f"{name}.{x.module}".strip(".")), f"{x.kind}: {_why(x)} ({x.line})")
+            for name, parts in rewritten.items()
+            for x in parts
+            if not x.op
+        )
+        lines += ["stays in rewritten modules:"] if stays else []
+        lines += [f"  {name}: {why}{_times(n)}" for (name, why), n in stays.items()]
         fallbacks: Counter[tuple[str, str]] = Counter()
         for name, reasons in self.fallbacks.items():
             for why, n in reasons.items():
                 fallbacks[name_pattern(name), why] += n
-        if fallbacks:
-            lines.append("calls that did not run on the fused ops:")
-            lines += [f"  {name}: {why} (x {n})" for (name, why), n in fallbacks.items()]
+        lines += ["calls that did not run on the fused ops:"] if fallbacks else []
+        lines += [f"  {name}: {why} (x {n})" for (name, why), n in fallbacks.items()]
+        if rewritten and any(is_left_on_a_cpu(self._modules[name]) for name in rewritten):
+            lines.append(f"rewritten modules on a CPU: {ON_A_CPU}")
         return "\n".join(lines)
+
+
+def _why(part: Part) -> str:
+    advice = "; accelerate(model, need_weights=False) leaves them out"
+    return part.reason + advice * (part.reason == WEIGHTS)
+
+
+def _times(n: int) -> str:
+    return f" (x {n})" if n > 1 else ""
 
 
 def _require_model(model: nn.Module) -> None:
@@ -252,13 +297,16 @@ def _require_model(model: nn.Module) -> None:
 def _plan(model: nn.Module, report: Report) -> Plan:
     """Return the change of each module that can be replaced, and fill in the report."""
     plan: Plan = []
+    found = units(model)
+    rewritten = {*found.values()} | {x for x in model.modules() if isinstance(x, Rewritten)}
+    inside = {x for unit in rewritten for x in unit.modules()} - rewritten
     for name, module in model.named_modules():
         if isinstance(module, Accelerated):
             report.already.append(name)
             report._modules[name] = module
+        if isinstance(module, Accelerated) or module in inside:
             continue
-        kind = _kind(module) or unknown_structure(module) or remaining(module)
-        kind = kind or known_methods.unknown_layer(module)
+        kind = _fit(module, Rewritten) if name in found else _kind(module)
         try:
             cls = kind if kind is None or isinstance(kind, str) else class_for(kind, type(module))
         except Exception as error:  # the original class may reject subclasses
@@ -269,24 +317,25 @@ def _plan(model: nn.Module, report: Report) -> Plan:
             plan.append((module, cls))
             report.replaced[name] = type(module).__name__
             report._modules[name] = module
-            if issubclass(cls, AnySignature) and (own := remaining_attention(module)):
-                report.notes[name] = f"{type(module).__name__}: {own}"
     return plan
 
 
 def _restore_class(module: Accelerated) -> None:
     module.__class__ = module._original  # type: ignore[assignment]
-    for name in ("_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits"):
+    for name in _STATE:
         module.__dict__.pop(name, None)
 
 
-# ------------------------------------------------------------------------- what replaces a module
-
-_OWN = (MultiHeadedAttention, LayerNorm, PositionwiseFeedForward)  # they call the ops themselves
+_STATE = (  # what the replacements set on an instance
+    *("_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits", "_keeps_weights"),
+    "_captures",
+)
 
 
 def _kind(module: nn.Module) -> type[Accelerated] | str | None:
-    """Return the replacement of the module, or why there is none for a known class, or None."""
+    """Return the replacement of a module of torch, or of a model with a loss; why there is none for
+    one of these; or None.
+    """
     for base, kind in KINDS.items():
         if isinstance(module, base):
             for name in (*kind._internal, "__call__"):
@@ -294,52 +343,19 @@ def _kind(module: nn.Module) -> type[Accelerated] | str | None:
                     return f"its {name} is replaced on the instance"
                 if getattr(type(module), name) is not getattr(base, name):
                     return f"it has its own {name}"
-            return _collision(module, kind) or kind
-    if isinstance(module, _OWN):
-        return None
-    if "forward" in module.__dict__:
-        return _recognized(module)
-    return _of_transformers(module) or _recognized(module)
+            return _fit(module, kind)
+    if "forward" not in module.__dict__ and has_loss(module):
+        return unknown_loss(module) or _fit(module, FusedModelWithLoss)
+    return None
 
 
-def _of_transformers(module: nn.Module) -> type[Accelerated] | str | None:
-    """Return what replaces a model, an attention or a layer of transformers, or an nn.Sequential,
-    why nothing does, or None for another module.
-    """
-    reason: str | None = None
-    kind: type[Accelerated] | None = None
-    if has_loss(module):
-        reason, kind = unknown_loss(module), FusedModelWithLoss
-    elif functions := rotary.rotations(type(module)):
-        return rotary.disagreement_of(functions) or rotary.FusedRotaryAttention
-    elif reason := rotary.unknown_rotation(type(module)):
-        return reason
-    elif known_methods.known_methods(type(module)):
-        reason, kind = known_methods.unfit_parts(module), known_methods.FusedMethods
-    elif type(module) is nn.Sequential and (found := sequence(list(module))):
-        reason, kind = unfit(*found[1]), FusedSequential
-    return kind and (reason or _collision(module, kind) or kind)
-
-
-def _recognized(module: nn.Module) -> type[Accelerated] | str | None:
-    """Return the kind whose structure the module has and which computes the same, why none does, or
-    None if none has its structure.
-    """
-    reason = None
-    for kind in RECOGNIZED:
-        if kind._matches(module):
-            if "forward" in module.__dict__:
-                return "its forward is replaced on the instance"
-            found = _collision(module, kind) or disagreement(module, kind)
-            if found is None:
-                return kind
-            reason = reason or found
-    return reason
+def _fit(module: nn.Module, kind: type[Accelerated]) -> type[Accelerated] | str:
+    return _collision(module, kind) or kind
 
 
 def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
     """Return which attribute of the module has a name that the kind needs for itself, or None."""
-    ours, theirs = {"_fallbacks"}, {"forward", "attn", "loss_function"}
+    ours, theirs = {*_STATE}, {"forward", "loss_function"}
     for cls in kind.__mro__:
         if issubclass(cls, Accelerated):
             ours |= {name for name in vars(cls) if name[:2] != "__"} - theirs

@@ -56,10 +56,6 @@ BOUND = 1e-4  # relative error, of outputs and gradients
 # By type, attentions that its model returns but does not ask its layers for: only eager has them.
 UNASKED = {"kosmos-2": "projection_attentions", "pix2struct": "encoder_attentions"}
 
-OLDER = """The data are older than the replacement of whole layers and of their feed-forward layers.
-tests/drop_in/test_known_methods.py compares these for 20 types
-([existing models](existing_models.md))."""
-
 # ----------------------------------------------------------------------------------------- compare
 
 
@@ -357,8 +353,9 @@ def check_whole(model, wanted, tokens, text):
     before = [type(m) for m in model.modules()]
     try:
         report = ff.accelerate(model)
-        if fault := difference(model, wanted, tokens, text):
-            return "differs", f"whole, {fault}"
+        with ff.use_backend("reference"):  # under "auto" the modules run their own code
+            if fault := difference(model, wanted, tokens, text):
+                return "differs", f"whole, {fault}"
         whole = described(report)
         ff.restore(model)
     except Exception as e:
@@ -368,31 +365,17 @@ def check_whole(model, wanted, tokens, text):
     return "", whole
 
 
-# The word for what a kind of replacement replaces, by the names of the kinds.
-WORDS = {
-    "FusedRootMeanSquareNorm": "norms",
-    "FusedCenteredRootMeanSquareNorm": "norms",
-    "FusedLayerNorm": "norms",
-    "FusedRMSNorm": "norms",
-    "FusedGatedFeedForward": "gated",
-    "FusedRotaryAttention": "rotary",
-    "FusedMethods": "layers",
-    "FusedSequential": "layers",
-    "FusedModelWithLoss": "loss",
-}
-
-
 def described(report):
-    """What was replaced, how often, and what stays with the reason, each class once."""
-    words = [WORDS.get(m._kind.__name__, "others") for m in report._modules.values()]
-    counts = collections.Counter(words)
-    parts = [f"{word} {n}" if word != "loss" else word for word, n in sorted(counts.items())]
-    text = ", ".join(parts) or "nothing"
-    stays = sorted(set(report.skipped.values()))
+    """How often each op was put into the model, what falls back and what stays, each once."""
+    parts = [x for found in report.rewritten.values() for x in found]
+    counts = collections.Counter(x.op for x in parts if x.op)
+    counts["norms of torch"] = sum(x.endswith("Norm") for x in report.replaced.values())
+    text = ", ".join(f"{op} {n}" for op, n in sorted(counts.items()) if n) or "nothing"
     fallbacks = {why for reasons in report.fallbacks.values() for why in reasons}
     if fallbacks:
         text += "; falls back: " + ", ".join(sorted(fallbacks))
-    return text + ("; stays: " + "; ".join(stays) if stays else "")
+    stays = {*report.skipped.values(), *(f"{x.kind}: {x.reason}" for x in parts if not x.op)}
+    return text + ("; stays: " + "; ".join(sorted(stays)) if stays else "")
 
 
 # ------------------------------------------------------------------------------------------ sweep
@@ -416,7 +399,7 @@ def answer(kind, sender):
     import fastformer as ff
 
     try:
-        with ff.use_backend("reference"):  # under "auto" some methods skip the ops
+        with ff.use_backend("reference"):
             sender.send((kind, *check(kind)))
     except Exception as e:
         sender.send((kind, "not built", first_line(e), ""))
@@ -447,10 +430,7 @@ def page(rows, version):
     """Return the text of PAGE: how many types have each status, and those that need a remark."""
     of = {status: [row[0] for row in rows if row[1] == status] for status in BEST_FIRST}
     whole = [row[3].split(";")[0] for row in rows if row[3] and row[1] not in ("fails", "differs")]
-    counts = {word: sum(word in text for text in whole) for word in WORDS.values()}
     built = len(rows) - len(of["not built"])
-    layers = counts["layers"]
-    layers = f"The forward of layers was replaced in {layers} types." if layers else OLDER
     return f"""# Model types of transformers
 
 Every model type of transformers {version}, against eager attention. Each is built small, with
@@ -462,7 +442,7 @@ entries a model returns that is asked for them.
 The head dim of the small models is {SMALL["head_dim"]}, where their configuration names it. A
 Llama with head dims of 128, 512 and 520 is compared too (tests/drop_in/test_integrations.py), and a
 Gemma 4 whose head dims are its own, 256 in the layers with a window and 512 in the others: its
-attention agrees, and so does the accelerated model, in which the norms without a weight stay.
+attention agrees, and so does the accelerated model.
 Above what the kernels take on a GPU, 256 or 512 ([support](support.md)), the reference computes the
 layer: `explain` and one line of the log say so.
 
@@ -476,22 +456,7 @@ layer: `explain` and one line of the log say so.
 
 ## Accelerated models
 
-In {len(whole)} of the {built} types that can be built, `ff.accelerate(model)` was compared in the
-same way, to the same bound: the model keeps its attention (eager where fastformer's is refused),
-and its outputs, its gradients, its loss if it takes labels, and the tokens of `generate()` equal
-those of the eager model; `ff.restore(model)` gives every module its class back. The types that
-were compared for their attention alone: {built - len(whole)}.
-
-| replaced | types |
-|---|---|
-| norms | {counts["norms"]} |
-| gated feed-forward layers | {counts["gated"]} |
-| rotary positions | {counts["rotary"]} |
-| the loss | {counts["loss"]} |
-
-{layers}
-
-The data name for each type what was replaced, how often, and which layers stay and why.
+{accelerated(whole, built)}
 
 ## The data
 
@@ -506,6 +471,30 @@ again, and writes this page.
 **Never calls us**, because the model runs an attention of its own, or has none:
 {", ".join(of["never calls us"])}.
 """
+
+
+NOT_COMPARED = """`accelerate` rewrites the graphs of a model's layers now. The sweep has not
+compared all types since then; tests/drop_in compares 36 of them
+([existing models](existing_models.md))."""
+
+
+def accelerated(whole, built):
+    """The text of the page about accelerated models. whole: what was put into each type."""
+    if not whole:
+        return NOT_COMPARED
+    ops = collections.Counter(op for text in whole for op in re.findall(r"(\w+) \d", text))
+    table = "\n".join(f"| {op} | {n} |" for op, n in sorted(ops.items()))
+    return f"""In {len(whole)} of the {built} types that can be built, `ff.accelerate(model)` was
+compared in the same way, to the same bound: the model keeps its attention (eager where
+fastformer's is refused), and its outputs, its gradients, its loss if it takes labels, and the
+tokens of `generate()` equal those of the eager model; `ff.restore(model)` gives every module its
+class back.
+
+| op | types |
+|---|---|
+{table}
+
+The data name for each type what was replaced, how often, and what stays and why."""
 
 
 def write(rows, version):

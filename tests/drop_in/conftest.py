@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from fastformer.dispatch import front
-from fastformer.drop_in.replacements import known_methods
 from fastformer.ops import functional
-
-
-@pytest.fixture(autouse=True)
-def methods_by_the_ops(monkeypatch):
-    """The methods of transformers that are known run on the ops also where torch is faster."""
-    monkeypatch.setattr(known_methods, "_torch_is_faster", lambda *given: False)
 
 
 @pytest.fixture

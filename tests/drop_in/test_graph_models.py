@@ -1,5 +1,6 @@
 """The rewriter of graphs in models that nobody here wrote: of transformers (with eager attention),
-of x-transformers and of vit_pytorch. Results stay, and most of what is in them is found.
+of x-transformers and of vit_pytorch. Results stay, and most of what is in them is found, by
+`accelerate` and under torch.compile.
 
 What is wanted is counted in Dynamo's graphs before they are rewritten:
 
@@ -28,6 +29,9 @@ import fastformer as ff
 from benchmarks import ROOT
 from fastformer.drop_in.graph import rewriter
 from fastformer.drop_in.graph.nodes import arg, is_cast, is_dropout, is_tensor, name, number, tensor
+from fastformer.drop_in.replacements import rewritten
+from fastformer.drop_in.replacements.norms import FusedLayerNorm, FusedRMSNorm
+from fastformer.drop_in.replacements.rewritten import Rewritten
 
 GOALS = {"attention": 0.93, "norm": 0.98, "feed_forward": 0.9}
 LENGTH = 9
@@ -132,6 +136,25 @@ def row(model, inputs, others=0):
         compare(model, compiled, inputs[1])
     have["norm"] += have["sum_norm"]
     return Row(*((have[kind], want[kind]) for kind in GOALS)), rewriting.stays()
+
+
+def found_by_accelerate(model, inputs):
+    """How many of each kind `accelerate` puts into a model, by what runs in its rewritten modules,
+    and the norms of torch that it replaces; and the report.
+    """
+    fast = copy.deepcopy(model)
+    report = ff.accelerate(fast)
+    with ff.use_backend("reference"):
+        compare(model, fast, inputs)
+    counts = Counter()
+    for module in fast.modules():
+        counts["layer_norm"] += isinstance(module, (FusedLayerNorm, FusedRMSNorm))
+        if isinstance(module, Rewritten):
+            counts.update(x.op for capture in module._captures.values() for x in capture.parts)
+    assert not report.fallbacks
+    have = {kind: sum(counts[op] for op in ops) for kind, ops in KINDS.items()}
+    have["norm"] += have["sum_norm"]
+    return [have[kind] for kind in GOALS], report
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -349,6 +372,7 @@ NO_ATTENTION = {  # softmaxes that are wanted by count, but are none
     "gpt_oss": (2, "the router of each layer"),
     "v cct": (1, "it weighs the sequence by one linear layer, to pool it"),
 }
+OUTSIDE = {"mpt": Row(0, 3, 1)}  # what `accelerate` finds: its ALiBi is made outside of its layers
 CHEAP = {"distilbert", "x encoder"}  # vit_pytorch is installed for the other cases alone
 
 
@@ -366,9 +390,13 @@ def made(name):
 @pytest.mark.parametrize(
     "name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.with_all) for n in CASES]
 )
-def test_models(name):
+def test_models(name, monkeypatch):
+    monkeypatch.setattr(rewritten, "_MOST", -1)  # each module has graphs of its own, to be counted
     expected = CASES[name][2]
-    have, stays = row(*made(name), NO_ATTENTION.get(name, (0,))[0])
+    model, inputs = made(name)
+    have, report = found_by_accelerate(model, inputs[0])
+    assert have == [n for n, _ in OUTSIDE.get(name, expected).pairs()], report
+    have, stays = row(model, inputs, NO_ATTENTION.get(name, (0,))[0])
     assert have.pairs() == expected.pairs(), stays
 
 

@@ -5,7 +5,6 @@ themselves in float64.
 import contextlib
 import copy
 import functools
-import importlib.util
 import io
 import itertools
 import pickle
@@ -22,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
-from benchmarks import ROOT
 from fastformer import use_backend
 from fastformer.drop_in.replacements.base import running
 
@@ -780,11 +778,9 @@ def test_eps_and_dropout_that_are_no_floats(number, backend, device):
     def outputs(eps, p):
         torch.manual_seed(0)
         x = torch.randn(N, S, E, device=device)
-        parts = nn.Linear(E, 24), nn.ReLU(), nn.Dropout(p), nn.Linear(24, E)
         modules = {
             "layer norm": nn.LayerNorm(E, eps=eps),
             "rms norm": nn.RMSNorm(E, eps=eps),
-            "sequence": nn.Sequential(nn.LayerNorm(E, eps=eps), *parts),
             "attention": nn.MultiheadAttention(E, H, dropout=p, batch_first=True),
             "model": nn.Transformer(E, H, 1, 1, 24, p, layer_norm_eps=eps, batch_first=True),
         }
@@ -1098,152 +1094,6 @@ def test_under_ddp(process_group):
     assert all(p.grad is not None for p in model.parameters())
     ff.restore(model)
     assert type(model.module) is nn.TransformerEncoder
-
-
-# ------------------------------------------------------------- classes of the Annotated Transformer
-
-
-@pytest.fixture(scope="module")
-def annotated():
-    """The tutorial model of the examples, as a user has it."""
-    path = ROOT / "examples" / "annotated_transformer.py"
-    spec = importlib.util.spec_from_file_location("annotated_transformer", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_annotated_model(annotated, backend, device):
-    """Logits and gradients; every attention, norm and feed-forward. Its checkpoint loads."""
-    model = annotated.Transformer(11, N=1, d_model=E, d_ff=24, h=H, dropout=0.0)
-    randomized(model, device)
-    inputs = [x.to(device) for x in annotated.batch(size=2, length=6)]
-    report = check(model, *inputs)
-    assert len(report.replaced) == 3 + 2 + 7 and not report.skipped
-    fast, _ = accelerated(model)
-    fast.load_state_dict(model.state_dict())
-    known = {"scaled_dot_product_attention", "layer_norm", "feed_forward"}
-    assert {*ops(fast, *inputs)} == known
-    ff.restore(fast)
-    assert type(fast) is annotated.Transformer
-
-
-def test_masks_that_the_tutorial_reads_in_its_own_way(annotated, backend, device):
-    """A float mask hides where it is zero, whatever else it holds; two dimensions are its own. A
-    query without keys gives zeros.
-    """
-    attention = randomized(annotated.MultiHeadedAttention(2, 8, 0.0), device)
-    x = torch.randn(2, 2, 8, device=device)
-    two = torch.ones(2, 2).tril()  # over [h, S], as its unsqueeze(1) has it
-    masks = [torch.tensor([[[0.0, INF], [2.0, 0.0]]]), torch.full((1, 2, 2), 0.5), two]
-    masks = [mask.to(device) for mask in masks]
-    want = [attention(x, x, x, mask) for mask in masks]
-    ff.accelerate(attention)
-    for mask, out in zip(masks, want):
-        torch.testing.assert_close(attention(x, x, x, mask), out)
-    assert attention._fallbacks == {"the mask has 2 dimensions, not three": 1}
-    second = torch.tensor([[[True, True]], [[False, False]]], device=device)
-    out = attention(x, x, x, second)[1]
-    torch.testing.assert_close(out, attention.linears[-1].bias.expand_as(out))
-
-
-def test_near_misses_of_the_tutorial_are_skipped(annotated):
-    """Classes with the tutorial's parts that compute something else."""
-    attend = annotated.MultiHeadedAttention.forward
-
-    def inverted(self, query, key, value, mask=None):
-        return attend(self, query, key, value, None if mask is None else mask == 0)
-
-    def in_a_window(self, query, key, value, mask=None):
-        near = torch.ones(query.size(1), key.size(1), device=query.device).tril(60)
-        return attend(self, query, key, value, near[None] if mask is None else mask * near)
-
-    def never_drops(self, query, key, value, mask=None):
-        self.dropout.eval()
-        return attend(self, query, key, value, mask)
-
-    def biased(self, x):
-        std = x.std(-1, keepdim=True, correction=0)
-        return self.a_2 * (x - x.mean(-1, keepdim=True)) / (std + self.eps) + self.b_2
-
-    closed = own(annotated.LayerNorm, __init_subclass__=lambda cls, code: None)
-    heads, norm = annotated.MultiHeadedAttention(H, E), annotated.LayerNorm(E)
-    fed = annotated.PositionwiseFeedForward(E, 24)
-    evaluation, training = "trial run in evaluation", "trial run in training"
-    for module, forward, why in (
-        (closed(E), None, "a trial run raised TypeError"),
-        (heads, inverted, evaluation),
-        (heads, in_a_window, evaluation),
-        (heads, never_drops, training),
-        (heads, lambda self, q, k, v, mask=None: attend(self, q, k, v, mask),
-         "its forward takes (q, k, v, mask); expected (query, key, value, mask)"),
-        (heads, lambda self, query, key, value, mask=None: {}["not today"],
-         "a trial run raised KeyError: 'not today'"),
-        (heads, lambda self, query, key, value, mask=None: (query, None),
-         "it does not return a tensor"),
-        (norm, biased, evaluation),
-        (fed, lambda self, x: self.w_2(self.dropout(F.gelu(self.w_1(x)))), evaluation),
-        (fed, lambda self, x: self.dropout(self.w_2(self.w_1(x).relu())), training),
-    ):  # fmt: skip
-        module = copy.deepcopy(module)
-        if forward is not None:
-            module.__class__ = own(type(module), forward=forward)
-        cls, report = type(module), ff.accelerate(module)
-        assert why in report.skipped[""] and not report.replaced and type(module) is cls, why
-
-
-def test_other_parts_are_another_class(annotated):
-    """A parameter, a buffer or a module more: of no known kind."""
-    zeros = torch.zeros(3)
-    parts = {"parameter": nn.Parameter(zeros), "buffer": zeros, "module": nn.Linear(2, 2)}
-    for name, part in parts.items():
-        attention = annotated.MultiHeadedAttention(H, E)
-        getattr(attention, f"register_{name}")("other", part)
-        report = ff.accelerate(attention)
-        why = "attention of its own; replace its three lines by ff.scaled_dot_product_attention"
-        assert not report.replaced, name
-        assert report.skipped == {"": f"MultiHeadedAttention: {why}"}, name
-
-
-def test_a_class_without_the_weights_of_the_last_call(annotated):
-    class Bare(annotated.MultiHeadedAttention):
-        def forward(self, query, key, value, mask=None):
-            out = super().forward(query, key, value, mask)
-            del self.attn
-            return out
-
-    module = Bare(H, E).eval()
-    del module.attn
-    x = torch.randn(N, L, E)
-    want = module(x, x, x)
-    assert ff.accelerate(module).replaced
-    torch.testing.assert_close(module(x, x, x), want)
-    calls = []
-    module.dropout.register_forward_hook(lambda *_: calls.append(1))
-    module(x, x, x)
-    assert calls
-
-
-def test_a_trial_run_leaves_no_trace(annotated):
-    """Attributes, modes, hooks and generators are as they were; the default device is not used."""
-    model = annotated.Transformer(11, N=1, d_model=E, d_ff=24, h=H)
-    model(*annotated.batch(size=2, length=6))  # leaves its weights in `attn`
-    model.encoder[0].eval()
-    calls = []
-    model.encoder[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    model.encoder[0].feed_forward.w_1.register_forward_hook(lambda *_: calls.append(2))
-    before = [list(m.__dict__.items()) for m in model.modules()]
-    weights = [p.detach().clone() for p in model.parameters()]
-    state = torch.get_rng_state()
-    with torch.device("meta"):
-        report = ff.accelerate(model)
-    assert len(report.replaced) == 12 and not calls
-    assert [list(m.__dict__.items()) for m in model.modules()] == before
-    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
-    assert torch.equal(torch.get_rng_state(), state)
-    model(*annotated.batch(size=2, length=6))
-    assert sorted(calls) == [1, 2]
-    copy.deepcopy(model)  # no weights with a graph are kept
 
 
 def test_accelerate_leaves_the_modules_of_fastformer():

@@ -16,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from fastformer.batch_invariance import on
 from fastformer.checks import require_choice
 from fastformer.dispatch.backends import current_backend
-from fastformer.drop_in.graph.rewriter import KINDS, rewrite
+from fastformer.drop_in.graph.rewriter import KINDS, rewrite, rewrite_all
 
 BESIDE_INDUCTOR = ("attention", "loss")  # inductor fuses the other kinds with their neighbours
 
@@ -141,13 +141,3 @@ def dynamo_backend_eager(
     """
     rewrite_all(gm, KINDS)
     return gm.forward
-
-
-def rewrite_all(gm: fx.GraphModule, kinds: tuple[str, ...]) -> None:
-    """Rewrite a graph and the graphs of the regions in it, which inductor does by itself."""
-    for node in gm.graph.find_nodes(op="get_attr"):
-        inner = getattr(gm, node.target, None)
-        if isinstance(inner, fx.GraphModule):
-            rewrite_all(inner, kinds)
-    rewrite(gm.graph, kinds)
-    gm.recompile()

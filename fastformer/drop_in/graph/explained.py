@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fastformer.dispatch import backends
+from fastformer.drop_in.capture import captured
 from fastformer.drop_in.graph.compile import (
     BESIDE_INDUCTOR,
     InductorPass,
     dynamo_backend,
     dynamo_backend_eager,
-    rewrite_all,
 )
-from fastformer.drop_in.graph.rewriter import KINDS, line_of, recording
+from fastformer.drop_in.graph.rewriter import KINDS, line_of, module_of, recording, rewrite_all
 
 _OPTION = "pre_grad_custom_pass"
 Row = tuple[str, str, str, str]  # of an `Explanation`
@@ -24,7 +24,17 @@ Row = tuple[str, str, str, str]  # of an `Explanation`
 
 def kinds_of(model: Any) -> tuple[str, ...] | None:
     """Return what the rewriter replaces when torch.compile compiles a model, None without it."""
-    compiler = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    return _kinds_of(getattr(getattr(model, "dynamo_ctx", None), "callback", None))
+
+
+def kinds_of_tracing() -> tuple[str, ...] | None:
+    """Return what the rewriter replaces in the graph that Dynamo captures now, None without it."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return _kinds_of(InstructionTranslator.current_tx().output.compiler_fn)
+
+
+def _kinds_of(compiler: Any) -> tuple[str, ...] | None:
     while compiler is not None:
         if compiler is dynamo_backend_eager:
             return KINDS
@@ -41,11 +51,17 @@ def kinds_of(model: Any) -> tuple[str, ...] | None:
 
 
 def explain_compiled(
-    model: nn.Module, kinds: tuple[str, ...], *args: Any, **kwargs: Any
-) -> list[Row]:
-    """Return what ran in a model whose graphs are rewritten, and not compiled further."""
+    forward: Callable[..., Any],
+    names: set[str],
+    kinds: tuple[str, ...],
+    args: Any,
+    kwargs: Any,
+    keeps_weights: bool = True,
+) -> tuple[Any, list[Row]]:
+    """Return the result of a call whose graphs are rewritten, and not compiled further, and what
+    ran in it. names: those of the modules in it.
+    """
     rows: list[Row] = []
-    names = {name for name, _ in model.named_modules()}
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         reason = getattr(gm, "compile_subgraph_reason", None)
@@ -54,14 +70,13 @@ def explain_compiled(
             why = f"{str(reason.reason).splitlines()[0]}: {' '.join(frames)}"
             rows.append(("", "graph break", "torch", why))
         with recording() as rewriting:
-            rewrite_all(gm, kinds)
+            rewrite_all(gm, kinds, keeps_weights)
         for place in reversed(rewriting.stays()):
             why = f"{place.reason} ({place.line})"
-            rows.append((_module(place.node, names), place.kind, "torch", why))
+            rows.append((module_of(place.node, names), place.kind, "torch", why))
         return _Runner(gm, rows, names).run
 
-    torch.compile(model, backend=backend)(*args, **kwargs)
-    return rows
+    return captured(forward, backend)(*args, **kwargs), rows
 
 
 class _Runner(fx.Interpreter):
@@ -74,18 +89,7 @@ class _Runner(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         def note(choice: backends.Choice) -> None:
             why = f"{choice.reason} ({line_of(n)})"
-            self._rows.append((_module(n, self._names), choice.op, choice.backend, why))
+            self._rows.append((module_of(n, self._names), choice.op, choice.backend, why))
 
         with backends.observe(on_choice=note):
             return super().run_node(n)
-
-
-def _module(node: fx.Node, names: set[str]) -> str:
-    """Return the name of the module in whose forward a node stands."""
-    stack = node.meta.get("nn_module_stack") or {}
-    for path, _ in reversed([*stack.values()]):
-        parts = path.replace("['", ".").replace("']", "").split(".")
-        for i in range(len(parts)):
-            if (name := ".".join(parts[i:])) in names:
-                return name
-    return ""

@@ -308,6 +308,8 @@ def _is_aten(target: Any) -> bool:
 
 
 def reads_only(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace == "fastformer" and not target._schema.is_mutable
     return getattr(target, "__module__", "").split(".")[0] in ("einops", "einx", "fastformer")
 
 
@@ -321,6 +323,7 @@ class History:
         self._inputs: set[int] = set()
         self._regions: list[fx.Node] = []
         self.emitted: list[fx.Node] = []
+        self.weights: set[fx.Node] = set()  # of attention that is fused, and what they pass
         self.values: dict[fx.Node, Any] = {}  # of nodes that read no inputs
         for node in graph.nodes:
             if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors(node))):

@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
 
+from fastformer.drop_in.capture import WEIGHTS
 from fastformer.drop_in.graph.axes import product
 from fastformer.drop_in.graph.fused_attention import fused_attention
 from fastformer.drop_in.graph.layers import feed_forward, loss
@@ -20,6 +23,7 @@ from fastformer.drop_in.graph.norms import Match, norm
 from fastformer.drop_in.graph.torch_functions import attention_of_torch
 
 KINDS = ("attention", "norm", "feed_forward", "loss")
+_OWN = str(Path(__file__).parents[2] / "ops")
 
 
 class Place(NamedTuple):
@@ -73,6 +77,17 @@ def line_of(node: fx.Node) -> str:
     return ":".join(found[-1]) if found else ""
 
 
+def module_of(node: fx.Node, names: set[str]) -> str:
+    """Return the name of the module in whose forward a node stands."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for path, _ in reversed([*stack.values()]):
+        parts = path.replace("['", ".").replace("']", "").split(".")
+        for i in range(len(parts)):
+            if (found := ".".join(parts[i:])) in names:
+                return found
+    return ""
+
+
 def _attention(history: History, node: fx.Node) -> Match | None:
     op = "scaled_dot_product_attention"
     new = attention_of_torch(history, node)
@@ -80,7 +95,10 @@ def _attention(history: History, node: fx.Node) -> Match | None:
         return op, new, []
     found = product(node)
     result = None if found is None else fused_attention(history, node, found)
-    return None if result is None else (op, result[0], result[1].nodes)
+    if result is None:
+        return None
+    history.weights |= {*result[1].nodes}
+    return op, result[0], result[1].nodes
 
 
 _MATCHERS: tuple[tuple[str, Callable[[History, fx.Node], Match | None]], ...] = (
@@ -91,9 +109,19 @@ _MATCHERS: tuple[tuple[str, Callable[[History, fx.Node], Match | None]], ...] = 
 )
 
 
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """A context in which hooks of saved tensors, as those of a checkpoint, see none."""
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
+
+
 @unset_fake_temporarily()  # parts of a graph run on numbers
-def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
-    """Replace parts of a graph of Dynamo, in place. kinds: which ones, of `KINDS`."""
+@_without_hooks()
+def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS, keeps_weights: bool = True) -> None:
+    """Replace parts of a graph of Dynamo, in place. kinds: which ones, of `KINDS`. keeps_weights:
+    whether the graph still returns weights of attention that it returned, or None for them.
+    """
     try:
         history = History(graph)
     except Stays as stays:
@@ -102,6 +130,8 @@ def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
     for node in reversed(list(graph.nodes)):  # a norm by hand: its last node first
         for kind, match in _MATCHERS:
             if kind not in kinds or node._erased or not isinstance(value(node), (Tensor, tuple)):
+                continue
+            if line_of(node).startswith(_OWN):  # an op that Dynamo has traced
                 continue
             emitted = len(history.emitted)
             found, reason = None, ""
@@ -118,7 +148,23 @@ def rewrite(graph: fx.Graph, kinds: tuple[str, ...] = KINDS) -> None:
                 _record(kind, op, "", node)
                 _replace(history, node, new, pattern)
             history.undo(emitted)
+    for node in sorted({*graph.output_node().all_input_nodes} & history.weights):
+        if keeps_weights:
+            _record("attention", "", WEIGHTS, node)
+        else:
+            graph.output_node().replace_input_with(node, None)  # type: ignore[arg-type]
+            _erase(history, node)
     graph.lint()
+
+
+def rewrite_all(gm: fx.GraphModule, kinds: tuple[str, ...], keeps_weights: bool = True) -> None:
+    """Rewrite a graph and the graphs of the regions in it, which inductor does by itself."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        inner = getattr(gm, node.target, None)
+        if isinstance(inner, fx.GraphModule):
+            rewrite_all(inner, kinds, keeps_weights)
+    rewrite(gm.graph, kinds, keeps_weights)
+    gm.recompile()
 
 
 def _replace(history: History, node: fx.Node, new: fx.Node, pattern: list[fx.Node]) -> None:

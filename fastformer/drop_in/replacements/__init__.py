@@ -1,9 +1,9 @@
-"""The forwards that `accelerate` gives to the modules of torch, of the Annotated Transformer and of
-Hugging Face.
+"""The forwards that `accelerate` gives to modules.
 
 `accelerate` replaces a module by changing its class: the new class derives from the original one
-and from a class of this package, a kind, which overrides `forward` with the original signature and
-calls the ops of `fastformer.ops.functional`. A call that the ops cannot run falls back to the
+and from a class of this package, a kind, which overrides `forward` with the original signature. A
+kind for a class of torch calls the ops of `fastformer.ops.functional`; `Rewritten`, for modules
+that compute by their own code, rewrites that. A call that the ops cannot run falls back to the
 original forward, and is counted on the module.
 """
 
@@ -11,15 +11,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from fastformer.drop_in.replacements import (
-    annotated,
-    attention,
-    layers,
-    norms,
-    stacks,
-    transformers_layers,
-)
-from fastformer.drop_in.replacements.base import Accelerated, Recognized
+from fastformer.drop_in.replacements import attention, layers, norms, stacks
+from fastformer.drop_in.replacements.base import Accelerated
 
 KINDS: dict[type[nn.Module], type[Accelerated]] = {
     nn.MultiheadAttention: attention.FusedMultiheadAttention,
@@ -31,11 +24,3 @@ KINDS: dict[type[nn.Module], type[Accelerated]] = {
     nn.LayerNorm: norms.FusedLayerNorm,
     nn.RMSNorm: norms.FusedRMSNorm,
 }  # by the class that a kind replaces, with its subclasses
-RECOGNIZED: tuple[type[Recognized], ...] = (
-    annotated.FusedAnnotatedAttention,
-    annotated.FusedAnnotatedNorm,
-    annotated.FusedAnnotatedFeedForward,
-    transformers_layers.FusedRootMeanSquareNorm,
-    transformers_layers.FusedCenteredRootMeanSquareNorm,
-    transformers_layers.FusedGatedFeedForward,
-)  # by their structure, and a trial run

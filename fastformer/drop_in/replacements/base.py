@@ -9,7 +9,7 @@ import functools
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
@@ -79,34 +79,6 @@ class AnySignature(Accelerated):
         return tuple(getattr(original, name, None) for name in cls._read)
 
 
-class Recognized(Accelerated):
-    """A kind that recognizes the classes it replaces by their attributes, not by their name."""
-
-    _tolerance: ClassVar[float] = 1e-7  # relative and absolute, of the trial runs in float64
-
-    @staticmethod
-    def _matches(module: nn.Module) -> bool:
-        """Return whether a module has the submodules and parameters of this kind, and no others."""
-        raise NotImplementedError
-
-    def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
-        """Yield the arguments of each trial run; random(*shape) returns a random tensor."""
-        raise NotImplementedError
-
-    def _trial_parts(self) -> dict[str, nn.Module]:
-        """Return small submodules that stand for the module's own in the trial runs, by name."""
-        return {}
-
-
-def has_only(module: nn.Module, **kinds: type) -> bool:
-    """Return whether the parameters, buffers and submodules of the module are those, by name, and
-    of these kinds.
-    """
-    parts = {**module._parameters, **module._buffers, **module._modules}
-    same = parts.keys() == kinds.keys()
-    return same and all(isinstance(parts[name], kind) for name, kind in kinds.items())
-
-
 _classes: dict[tuple[Any, ...], type[Accelerated]] = {}
 
 
@@ -132,9 +104,12 @@ def _new_instance(kind: type[Accelerated], original: type[nn.Module]) -> nn.Modu
 
 
 class _RunningModules(threading.local):
-    """modules: the modules whose forward is running, innermost last; None outside of `explain`."""
+    """modules: the modules whose forward is running, innermost last; None outside of `explain`.
+    explain: runs a `Rewritten` module with (args, kwargs), and records what ran in it.
+    """
 
     modules: list[nn.Module] | None = None
+    explain: Callable[[Any, Any, Any], Any] | None = None
 
 
 running = _RunningModules()

@@ -1,11 +1,4 @@
-"""The norms, the gated feed-forward layers and the loss of Hugging Face's models on the ops.
-
-Each model of transformers has classes of its own for them. `accelerate` recognizes a class by its
-attributes, and compares trial runs of both forwards before it replaces the class.
-
-Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"; Shazeer 2020, "GLU Variants
-Improve Transformer", section 2.
-"""
+"""The loss of Hugging Face's models on the ops: the cross-entropy of their logits."""
 
 from __future__ import annotations
 
@@ -13,196 +6,19 @@ import dataclasses
 import functools
 import inspect
 import math
-import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.dispatch import backends
 from fastformer.drop_in.replacements import base
-from fastformer.nn.stream import Pair, is_unmodified
+from fastformer.nn.stream import is_unmodified
 from fastformer.ops import functional
-
-_EPS = "variance_epsilon", "eps", "epsilon"  # the attribute, by its names in the models
-
-
-class FusedRootMeanSquareNorm(base.Recognized, base.AnySignature):
-    """weight * x / sqrt(mean(x^2) + eps), as in Llama, T5 and most others."""
-
-    _tolerance = 2e-6  # they compute in float32, whatever the dtype
-    weight: nn.Parameter
-
-    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
-        (x,) = (*given, *named.values())
-        weight = self._factor()
-        reason = self._unsupported_reason(x, weight)
-        if reason is not None:
-            return self._run_original(reason, x)
-        with base.ops_of(self):
-            return functional.rms_norm(x, weight.shape, weight, _eps(self))
-
-    def after_sum(self, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:
-        """Return (self(sum), sum) as `LayerNorm.after_sum` of nn/ does."""
-        weight = self._factor()
-        if x.dtype != residual.dtype or self._unsupported_reason(x, weight) is not None:
-            return base.sum_then_norm(self, x, residual, added)
-        return functional.dropout_add_rms_norm(x, residual, weight, eps=_eps(self), **added)
-
-    def _unsupported_reason(self, x: Tensor, weight: Tensor) -> str | None:
-        reason = base.unsupported_tensor(x, weight)
-        if reason is None and self._must_agree() and x.dtype != weight.dtype:
-            reason = f"the input is {x.dtype}, the weight {weight.dtype}"
-        return reason
-
-    def _factor(self) -> Tensor:
-        return self.weight
-
-    def _must_agree(self) -> bool:
-        """Return whether the classes differ in what they return if input and weight differ."""
-        return True
-
-    @staticmethod
-    def _matches(module: Any) -> bool:
-        if not base.has_only(module, weight=nn.Parameter) or _eps(module) is None:
-            return False
-        return module.weight.dim() == 1 and len(module.weight) > 0
-
-    def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
-        x = random(2, 3, len(self.weight))
-        yield (x,)
-        yield (x * 1e-3,)  # small squares show where eps is added
-
-
-class FusedCenteredRootMeanSquareNorm(FusedRootMeanSquareNorm):
-    """(1 + weight) * x / sqrt(mean(x^2) + eps), as in Gemma."""
-
-    def _factor(self) -> Tensor:
-        return 1.0 + self.weight.float() if self.weight.dtype.itemsize < 4 else 1.0 + self.weight
-
-    def _must_agree(self) -> bool:
-        return self.weight.dtype == torch.float64
-
-
-def _eps(module: nn.Module) -> float | None:
-    for name in _EPS:
-        if isinstance(value := module.__dict__.get(name), float):
-            return value
-    return None
-
-
-# The names of a gated layer's parts: the projections of gate and value, or both in one with the
-# gate first, and the projection of their product.
-_PROJECTIONS = (
-    ("gate_proj", "up_proj", "down_proj"),
-    ("wi_0", "wi_1", "wo"),
-    ("w1", "w3", "w2"),
-    ("gate_up_proj", "down_proj"),
-    ("input_linear", "output_linear"),
-)
-_ACTIVATIONS = "act_fn", "activation_fn", "activation", "act"
-# By the class of the activation, which is a module, its name in `gated_activation`.
-_NAMES = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "ReLU": "relu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-}
-
-
-class FusedGatedFeedForward(base.Recognized, base.AnySignature):
-    """down(dropout(f(gate(x)) * value(x))): the projections stay modules, with their hooks, their
-    adapters and whatever else replaces them; one kernel computes what is between them.
-    """
-
-    _tolerance = 2e-6
-
-    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
-        (x,) = (*given, *named.values())
-        names, (_, f) = _projections(self), _activation(self)
-        activation = _name(f)
-        if names is None or activation is None:
-            return self._run_original("its parts were replaced", x)
-        *projections, last = (getattr(self, name) for name in names)
-        reason = base.unsupported_tensor(x)
-        if isinstance(f, nn.Module) and not is_unmodified(f):
-            reason = "its activation has hooks"
-        elif type(last) is nn.Linear and last.weight.dtype != x.dtype:
-            reason = "its projections have other dtypes than the input"
-        if reason is not None:
-            return self._run_original(reason, x)
-        projected = [layer(x) for layer in projections]
-        gate, value = projected if len(projected) == 2 else projected[0].chunk(2, -1)
-        with base.ops_of(self):
-            hidden = functional.gated_activation(gate, value, activation)
-        dropout = self._modules.get("dropout")
-        if dropout is not None:
-            hidden = dropout(hidden)
-        return last(hidden)
-
-    @staticmethod
-    def _matches(module: nn.Module) -> bool:
-        names, (attribute, f) = _projections(module), _activation(module)
-        if names is None or attribute is None:
-            return False
-        parts = [*names, *[n for n in (attribute, "dropout") if n in module._modules]]
-        return base.has_only(module, **dict.fromkeys(parts, object)) and _name(f) is not None
-
-    def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
-        yield (random(2, 3, 8),)
-
-    def _trial_parts(self) -> dict[str, nn.Module]:
-        names = _projections(self)
-        assert names is not None
-        sizes = [(8, 12), (8, 12), (12, 8)] if len(names) == 3 else [(8, 24), (12, 8)]
-        device = next(self.parameters()).device
-        return {
-            name: nn.Linear(*size, device=device, dtype=torch.float64)
-            for name, size in zip(names, sizes, strict=True)
-        }
-
-
-def _projections(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the names of the projections that the module has, the last one for the product."""
-    for names in _PROJECTIONS:
-        if all(name in module._modules for name in names):
-            return names
-    return None
-
-
-def _activation(module: nn.Module) -> tuple[str | None, Any]:
-    """Return the name of the attribute that holds the activation, and the activation."""
-    for name in _ACTIVATIONS:
-        f = module._modules.get(name, module.__dict__.get(name))
-        if f is not None:
-            return name, f
-    return None, None
-
-
-def _name(f: Any) -> str | None:
-    """Return the name in `gated_activation` of an activation, or None."""
-    if type(f) is nn.GELU:
-        return "gelu" if f.approximate == "none" else "gelu_tanh"
-    return _NAMES.get(type(f).__name__)
-
-
-_NAMED = re.compile(r".*(RMSNorm\w*|MLP|Mlp|FeedForward|Experts|DenseActDense)")
-
-
-def unknown_structure(module: nn.Module) -> str | None:
-    """Return why a norm or a feed-forward of transformers stays as it is, or None if the module is
-    no such layer.
-    """
-    cls = type(module)
-    if not cls.__module__.startswith("transformers.") or not _NAMED.fullmatch(cls.__name__):
-        return None
-    parts = ", ".join([*module._parameters, *module._modules]) or "nothing"
-    return f"no replacement has its structure ({parts})"
-
 
 # Functions of transformers.loss.loss_utils: the cross-entropy of the logits, in float32.
 _LOSSES = "ForCausalLMLoss", "ForMaskedLMLoss"
@@ -363,3 +179,56 @@ def unknown_loss(model: nn.Module) -> str | None:
 def _is_known(loss: Any) -> bool:
     module, name = (getattr(loss, key, None) for key in ("__module__", "__name__"))
     return module == "transformers.loss.loss_utils" and name in _LOSSES
+
+
+def needs_logits(model: FusedModelWithLoss) -> str | None:
+    """Return why a model cannot compute its loss without logits, or None.
+
+    The model's forward runs once, in training mode, with two tokens and labels; in place of its
+    base model, which computes the hidden states, a function returns zeros.
+    """
+    head, inner = output_layer(model), getattr(model, "base_model", model)
+    if isinstance(head, str):
+        return head
+    if inner is model:
+        return "it has no base model that computes the hidden states"
+    weight = head.weight
+    outputs = _Outputs([weight.new_zeros(1, 2, head.in_features)])
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
+    named: dict[str, Any] = {"input_ids": tokens} if model.main_input_name == "input_ids" else {}
+    if "output_router_logits" in inspect.signature(model._original.forward).parameters:
+        named["output_router_logits"] = False  # the function returns none
+    with torch.no_grad(), _state_kept(model), backends.use_backend("reference"):
+        inner.__dict__["forward"] = lambda *_, **__: outputs
+        model.training = model._skips_logits = True
+        try:
+            output = model.forward(**named, labels=tokens, return_dict=True)
+            read = any(not x.isfinite().all() for x in output.values() if type(x) is Tensor)
+        except ChangedLogitsError:
+            return "it changes them before it computes its loss"
+        except Exception as error:
+            return f"a trial run raised {type(error).__name__}: {error}"
+    return "by a trial run, it uses them for more than its loss" if read else None
+
+
+class _Outputs(tuple[Tensor]):
+    """What stands for the outputs of a base model: its hidden states, and None for all others."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+@contextmanager
+def _state_kept(module: nn.Module) -> Iterator[None]:
+    """A context that disables the module's hooks and restores all its attributes at the end."""
+    modules = list(module.modules())
+    before = [dict(m.__dict__) for m in modules]
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    try:
+        for m in modules:
+            m.__dict__.update({name: OrderedDict() for name in hooks})
+        yield
+    finally:
+        for m, attributes in zip(modules, before):
+            m.__dict__.clear()
+            m.__dict__.update(attributes)

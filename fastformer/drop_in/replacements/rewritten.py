@@ -1,0 +1,264 @@
+"""Modules that compute attention, norms or feed-forward layers by their own code.
+
+Dynamo captures the forward of such a module at its first call; the rewriter puts fastformer's ops
+into the graph, which then runs as it is, without inductor.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
+from torch.nn.modules import module as _torch
+
+from fastformer.dispatch.backends import prefers_kernels
+from fastformer.dispatch.state import current_backend, is_transformed
+from fastformer.drop_in.capture import WEIGHTS, captured, own_code
+from fastformer.drop_in.replacements import base
+
+if TYPE_CHECKING:
+    from fastformer.drop_in.graph.rewriter import Rewriting
+
+_GLOBAL_HOOKS = (
+    *(_torch._global_forward_pre_hooks, _torch._global_forward_hooks),
+    *(_torch._global_backward_pre_hooks, _torch._global_backward_hooks),
+)
+_MOST = 2  # modules that need different graphs, as the first one of a model may, and share them
+_HOOKED = "a module within it has a hook"
+_COMPILED = (
+    "torch.compile takes the original code of modules that fastformer.accelerate has rewritten: "
+    "compile within fastformer.fusing(), which puts the ops into all graphs"
+)
+_MISSED = "Dynamo has not captured the call, or its limit of recompilations is reached"
+_FAILURES = 8  # calls that Dynamo cannot capture, one after another, after which it is not asked
+_autocasts = torch._C._is_any_autocast_enabled
+
+
+class Part(NamedTuple):
+    """What became of a part of a module: the submodule in which it stands, its kind, the op that
+    replaces it or "", the reason why it stays or "", and the line of the code.
+    """
+
+    module: str
+    kind: str
+    op: str
+    reason: str
+    line: str
+
+
+class Rewritten(base.AnySignature):
+    """A module that runs its captured forward: one for each state of training, gradients and
+    autocast, so that each has a limit of recompilations of its own.
+    """
+
+    _keeps_weights = True  # accelerate(need_weights=False) sets it to False
+    _captures: Captures  # set on the instance by `share`, or at the first call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tracing = torch.compiler.is_dynamo_compiling()  # in this thread
+        if tracing:
+            _warn_of_compile()
+        if tracing or _is_left(self, args, kwargs):
+            return self._original.forward(self, *args, **kwargs)
+        explain = base.running.explain
+        if _has_hooks(self) or (any(_GLOBAL_HOOKS) and explain is None):
+            return self._run_original(_HOOKED, *args, **kwargs)
+        if explain is not None:
+            return explain(self, args, kwargs)
+        dtypes = _autocast_dtypes() if _autocasts() else ()
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        code = self._original.forward  # which may have been patched
+        state = code, self.training, modes, self._keeps_weights, dtypes
+        captures = self._known()
+        capture = captures.get(state)
+        if capture is None:
+            return self._run_first(state, args, kwargs)
+        return self._run(capture, state, args, kwargs)
+
+    def _known(self) -> Captures:
+        if "_captures" not in self.__dict__:
+            share([self])
+        return self._captures
+
+    def _run_first(self, state: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call, the first one in this state. Modules of one class share what is captured, as
+        long as it is the same for all.
+        """
+        shared = self._captures.shared
+        if state not in shared:
+            shared[state] = Capture(self)
+        capture = shared[state] if shared[state].differ <= _MOST else Capture(self)
+        self._captures[state], graphs = capture, capture.graphs
+        out = self._run(capture, state, args, kwargs)
+        capture.differ += capture.graphs > graphs
+        return out
+
+    def _run(self, capture: Capture, state: Any, args: Any, kwargs: Any) -> Any:
+        if capture.failures >= _FAILURES:
+            return self._run_original(_MISSED, *args, **kwargs)
+        missed, attempts = capture.missed, capture.attempts
+        out = capture.forward(self, *args, **kwargs)
+        if capture.missed == missed:
+            capture.failures = 0
+            return out
+        base.record_fallback(self, type(self).__name__, _MISSED)
+        capture.failures += capture.attempts > attempts
+        at_limit = capture.graphs >= torch._dynamo.config.recompile_limit
+        if at_limit and capture is self._captures.shared.get(state):
+            self._captures[state] = Capture(self)
+        return out
+
+
+class Captures(dict[Any, "Capture"]):
+    """What a module has captured, by state. shared: what modules of its class share. explained:
+    what the rewriter did within `explain`. Copies of a module begin anew.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.shared = shared
+        self.explained: list[Part] = []
+
+    def parts(self) -> list[Part]:
+        """Return what the rewriter did."""
+        found = [x for parts in (self.explained, *(c.parts for c in self.values())) for x in parts]
+        fused = {(x.module, x.kind) for x in found if x.op}
+        stays = (x for x in found if x.op or x.reason == WEIGHTS or (x.module, x.kind) not in fused)
+        return [*dict.fromkeys(stays)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
+        return Captures(copy.deepcopy(self.shared, memo))
+
+    def __reduce__(self) -> Any:
+        return Captures, (self.shared,)
+
+
+class Shared(dict[Any, "Capture"]):
+    """What modules of one class share, by state."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return memo.setdefault(id(self), Shared())
+
+    def __reduce__(self) -> Any:
+        return Shared, ()
+
+
+def share(modules: list[nn.Module]) -> None:
+    """Let those of these modules that are rewritten share what they capture, class by class."""
+    shared: dict[type, Shared] = {}
+    for module in modules:
+        if isinstance(module, Rewritten):
+            own = shared.setdefault(type(module), Shared())
+            module.__dict__["_captures"] = Captures(own)
+
+
+class Capture:
+    """A captured forward.
+
+    parts: what the rewriter did to its graphs. graphs: how many were captured. differ: how many
+    modules needed new graphs at their first call. attempts: how often Dynamo was asked for one.
+    missed: how many calls ran the original code. failures: after how many such attempts, in a row.
+    """
+
+    def __init__(self, module: Rewritten) -> None:
+        self.parts: list[Part] = []
+        self.graphs = self.differ = self.attempts = self.missed = self.failures = 0
+        self._names = {name for name, _ in module.named_modules()}
+        self._keeps_weights = module._keeps_weights
+        forward = own_code(module._original.forward)
+
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_dynamo_compiling():
+                capture.missed += 1
+            return forward(self, *args, **kwargs)
+
+        capture = self
+        self.forward = captured(own_code(call), self._rewritten, self._attempt)
+
+    def _attempt(self) -> None:
+        self.attempts += 1
+
+    def _rewritten(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """The backend of Dynamo: rewrite a graph, and return what runs it."""
+        from fastformer.drop_in.graph.rewriter import KINDS, recording, rewrite_all
+
+        with recording() as rewriting:
+            rewrite_all(gm, KINDS, self._keeps_weights)
+        self.parts += parts_of(rewriting, self._names)
+        self.graphs += 1
+        return gm.forward
+
+
+def parts_of(rewriting: Rewriting, names: set[str]) -> list[Part]:
+    """Return what the rewriter did. names: those of the modules within a rewritten one."""
+    from fastformer.drop_in.graph.rewriter import module_of
+
+    places = rewriting.places
+    return [Part(module_of(x.node, names), x.kind, x.op, x.reason, x.line) for x in places]
+
+
+def _is_left(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Return whether the original forward runs: for what traces or transforms it, and where torch's
+    own functions stay.
+    """
+    if current_backend() == "auto":
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if is_left_on_a_cpu(module, next(given, None)):
+            return True
+    return (
+        forward_ad._current_level >= 0
+        or is_transformed(by_autocast=False)
+        or _symbolic_trace.is_fx_symbolic_tracing()
+    )
+
+
+def _warn_of_compile() -> bool:
+    """Warn that torch.compile captures the original forward, unless it puts the ops into it. Dynamo
+    calls this function instead of tracing it.
+    """
+    from fastformer.drop_in.graph.explained import kinds_of_tracing  # imports dynamo
+
+    if torch.compiler.is_exporting() or kinds_of_tracing() is not None:
+        return False
+    if current_backend() != "auto" or torch.cuda.is_available():
+        warnings.warn(_COMPILED, stacklevel=1)
+    return True
+
+
+# torch.compiler.assume_constant_result sets the same, but imports dynamo.
+_warn_of_compile.__dict__["_dynamo_marked_constant"] = True
+
+
+def is_left_on_a_cpu(module: nn.Module, x: Tensor | None = None) -> bool:
+    """Return whether torch's own functions stay for an input x, by default one where the parameters
+    are.
+    """
+    x = next(module.parameters(), None) if x is None else x
+    return x is None or not prefers_kernels(x)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether a module within this one has a hook, which has to see it called."""
+    for x in module._modules.values():
+        if x is not None and (
+            x._forward_pre_hooks
+            or x._forward_hooks
+            or x._backward_pre_hooks
+            or x._backward_hooks
+            or (x._modules and _has_hooks(x))
+        ):
+            return True
+    return False
+
+
+def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    )

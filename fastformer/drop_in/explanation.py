@@ -155,7 +155,8 @@ class _Recorder:
                 out, rows = explain_compiled(forward, names, KINDS, given, kwargs, keeps)
         finally:
             self._add_hooks()
-        module._known().explained += parts_of(rewriting, names)
+        captures, parts = module._known(), parts_of(rewriting, names)
+        captures.explained = [*dict.fromkeys([*captures.explained, *parts])]
         for name, *rest in rows:
             self.record(backends.Choice(*rest), name)
         return out
@@ -175,7 +176,8 @@ class _Recorder:
     def record_own_attention(self) -> None:
         """Record that the code of the running module has computed an attention."""
         module = self._running[-1] if self._running else None
-        if module is None or isinstance(module, MultiHeadedAttention):  # which records its fallback
+        known = MultiHeadedAttention, nn.MultiheadAttention  # which have rows of their own
+        if module is None or isinstance(module, known):
             return
         self.record(
             backends.Choice(type(module).__name__, "torch", self.own(own_attention(module)))
@@ -250,6 +252,8 @@ class _TorchAttention(TorchFunctionMode):
             theirs = caller == "transformers.integrations.sdpa_attention"
             why = self._recorder.own(SUGGESTION.format("sdpa") if theirs else DIRECT_CALL)
             self._recorder.record(backends.Choice(op, "torch", why))
+        elif func is F.multi_head_attention_forward:
+            self._recorder.record_own_attention()
         elif name in _PRODUCTS:
             if any(found):
                 self._recorder.record_own_attention()

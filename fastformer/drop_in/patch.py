@@ -100,8 +100,8 @@ def accelerate(
         need_weights: if False, nn.MultiheadAttention always runs on the fused op and returns
             (output, None), even if its caller asks for weights: for a model that discards the
             weights, as `self.attn(x, x, x)[0]` does. A rewritten module returns and stores None in
-            their place. If True, a call with need_weights=True,
-            torch's default, runs in plain PyTorch; the report notes this immediately.
+            their place. If True, a call with need_weights=True, torch's default, runs in plain
+            PyTorch; the report notes this immediately.
         skip_logits: if True, a Hugging Face model that is given labels in training mode computes
             its loss from its hidden states, by `linear_cross_entropy`, which never holds all
             logits; the `logits` of its output are None. In evaluation mode and without labels it

@@ -112,9 +112,12 @@ def _computes_core(module: nn.Module, names: frozenset[str]) -> bool:
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a module; of an nn.Sequential those of an inner one in its place."""
+    """Yield the children of a module, those of a list or a dict in its place, and within an
+    nn.Sequential those of another one.
+    """
+    lists = _LISTS if isinstance(module, nn.Sequential) else _LISTS[:2]
     for child in module.children():
-        if isinstance(module, nn.Sequential) and isinstance(child, nn.Sequential):
+        if isinstance(child, lists):
             yield from _parts(child)
         else:
             yield child

@@ -164,6 +164,48 @@ def test_which_modules_are_rewritten():
     }
 
 
+class Dict(nn.Module):
+    """As in minGPT."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.ModuleDict(dict(fc=nn.Linear(D, 24), act=nn.GELU(), proj=nn.Linear(24, D)))
+
+    def forward(self, x):
+        return self.mlp.proj(self.mlp.act(self.mlp.fc(x)))
+
+
+class Pool(nn.Module):
+    """Pools by torch's function, as in CLIP."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x):
+        biases = torch.cat([self.q.bias, self.k.bias, self.v.bias])
+        weights = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"),
+                           (self.q.weight, self.k.weight, self.v.weight)))  # fmt: skip
+        return F.multi_head_attention_forward(
+            *(x[:1], x, x, D, H, None, biases, None, None, False, 0.0),
+            *(self.out.weight, self.out.bias),
+            training=self.training, need_weights=False, use_separate_proj_weight=True, **weights,
+        )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("module, op", [(Dict, "feed_forward"), (Pool, "multi")])
+def test_functions_and_dicts(module, op):
+    plain, fast, report = pair(nn.Sequential(module()))
+    assert classes(plain) == {"0": module.__name__}
+    x = x_of()
+    if module is Pool:
+        assert ff.explain(plain, x).rows[0][:3] == ("0", "Pool", "torch")
+        op = "scaled_dot_product_attention"
+    with ff.use_backend("reference"):
+        compare(plain, fast, [x])
+    assert ops(report) == {op}
+
+
 def test_values_and_report(backend):
     plain, fast, report = pair()
     assert str(report).startswith("replaced: 4 modules\n")

@@ -25,6 +25,10 @@ class _Zeros(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:  # the graphs of rewritten modules run in it
+        return True
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ours = _thread.records = op.namespace == "fastformer"
         try:

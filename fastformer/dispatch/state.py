@@ -145,13 +145,13 @@ def unwatched_backend() -> str | None:
     return state.plain or (None if state.watched else current_backend())
 
 
-def is_transformed(by_autocast: bool = True) -> bool:
+def is_transformed(by_autocast: bool = True, by_modes: bool = True) -> bool:
     """Return whether something watches or changes the calls of this thread that the guards of a
-    plan see: a dispatch mode, autocast unless it does not count, a transform of torch.func, or
+    plan see: dispatch modes and autocast, unless they do not count, a transform of torch.func, or
     torch.jit.trace.
     """
     return (
-        _modes() > 0
+        (by_modes and _modes() > 0)
         or (by_autocast and _autocasts())
         or _transforms() is not None
         or _traces() is not None

@@ -78,8 +78,8 @@ def accelerate(
     torch.jit.script does not accept a replaced model: restore it first. torch.jit.trace and
     torch.fx record the original forwards, and torch.func transforms them. An outer torch.compile
     captures the original forwards of rewritten modules: compile within `fusing`. A rewritten module
-    with a hook on a module within it runs its own code. The report does not count calls inside a
-    compiled model.
+    with a backward hook on a module within it runs its own code. The report does not count calls
+    inside a compiled model.
 
     A second call replaces what was added since. An option that it is not given (None) stays as an
     earlier call set it; without one, need_weights is True and the others are False.

@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from test_graph import compare, fresh_dynamo  # noqa: F401
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer as ff
 from benchmarks import ROOT
@@ -505,26 +507,33 @@ def test_errors_of_the_model_stay():
 
 
 def test_hooks():
-    """A module within a rewritten one that has a hook is called, from the next call on."""
+    """The hooks of a module within a rewritten one are called, from the next call on, and change
+    what they return something for. With a backward hook the original code runs.
+    """
     plain, fast, report = pair()
     x, seen = x_of(), []
     with ff.use_backend("reference"):
         fast(x)
-        module = fast.blocks[1].attention.out
-        for register in (
-            module.register_forward_hook,
-            module.register_forward_pre_hook,
-            module.register_full_backward_hook,
-        ):
-            handle = register(lambda *_: seen.append("inner"))
-            compare(plain, fast, [x])
-            handle.remove()
-        assert seen == ["inner"] * 3
-        assert report.fallbacks == {"blocks.1": {rewritten._HOOKED: 3}}
+        for module, own in ((m.blocks[1].attention.out, m is fast) for m in (plain, fast)):
+
+            def double(module, given, out, own=own):
+                seen.extend([1] * own)
+                return 2 * out
+
+            module.register_forward_hook(double)
+            module.register_forward_pre_hook(lambda _, x: (3 * x[0],))
+        compare(plain, fast, [x])
+        compare(plain, fast, [x])
+        assert seen == [1, 1] and not report.fallbacks
+        handle = fast.blocks[1].mlp[1].register_full_backward_hook(lambda *_: seen.append("grad"))
+        compare(plain, fast, [x])
+        handle.remove()
+        assert seen == [1, 1, 1, "grad"]
+        assert report.fallbacks == {"blocks.1": {rewritten._HOOKED: 1}}
         fast.blocks[1].register_forward_hook(lambda *_: seen.append("own"))
         compare(plain, fast, [x])
-        assert seen[3:] == ["own"] and report.fallbacks == {"blocks.1": {rewritten._HOOKED: 3}}
-        fast.blocks[2].norm2.register_forward_hook(lambda *_: None)
+        assert seen[4:] == [1, "own"] and report.fallbacks == {"blocks.1": {rewritten._HOOKED: 1}}
+        fast.blocks[2].norm2.register_full_backward_hook(lambda *_: None)
         rows = ff.explain(fast, x).rows
     assert ("blocks.2", "Block", "torch", rewritten._HOOKED) in rows
 
@@ -569,6 +578,12 @@ def test_copies():
             assert model.blocks[0]._captures
 
 
+def flops(model):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x_of())
+    return torch.tensor(counter.get_total_flops())
+
+
 def test_traces_and_transforms():
     """The first call of each model is one within another tracer or a transform."""
     x = x_of()
@@ -581,6 +596,7 @@ def test_traces_and_transforms():
             lambda m: torch.func.grad(lambda x: m(x).square().sum())(x),
             lambda m: torch.func.jvp(m, (x,), (x,))[1],
             lambda m: torch.export.export(m, (x,)).module()(x),
+            flops,
         ):
             plain, fast, report = pair()
             torch.testing.assert_close(call(fast), call(plain), rtol=1e-4, atol=1e-5)
@@ -588,12 +604,22 @@ def test_traces_and_transforms():
             assert ops(report) == OPS
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(reentrant):
+def selected(context, op, *args, **kwargs):
+    return "mm" in str(op)  # what a checkpoint keeps
+
+
+KEEPING = {"context_fn": partial(create_selective_checkpoint_contexts, selected)}
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "selective"])
+def test_checkpoints(kind):
+    """A selective one is a dispatch mode that does not see into what Dynamo captures."""
+    options = {"use_reentrant": kind == "reentrant", **(KEEPING if kind == "selective" else {})}
+
     class Checkpointed(Model):
         def forward(self, x):
             for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)
+                x = checkpoint(block, x, **options)
             return self.norm(x)
 
     plain, fast, report = pair(Checkpointed())

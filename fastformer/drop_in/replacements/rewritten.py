@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fastformer.dispatch.backends import prefers_kernels
 from fastformer.dispatch.state import current_backend, is_transformed
@@ -30,7 +31,7 @@ _GLOBAL_HOOKS = (
     *(_torch._global_backward_pre_hooks, _torch._global_backward_hooks),
 )
 _MOST = 2  # modules that need different graphs, as the first one of a model may, and share them
-_HOOKED = "a module within it has a hook"
+_HOOKED = "a module within it has a backward hook, or all modules have hooks"
 _COMPILED = (
     "torch.compile takes the original code of modules that fastformer.accelerate has rewritten: "
     "compile within fastformer.fusing(), which puts the ops into all graphs"
@@ -67,7 +68,7 @@ class Rewritten(base.AnySignature):
         if tracing or _is_left(self, args, kwargs):
             return self._original.forward(self, *args, **kwargs)
         explain = base.running.explain
-        if _has_hooks(self) or (any(_GLOBAL_HOOKS) and explain is None):
+        if _has_backward_hooks(self) or (any(_GLOBAL_HOOKS) and explain is None):
             return self._run_original(_HOOKED, *args, **kwargs)
         if explain is not None:
             return explain(self, args, kwargs)
@@ -213,9 +214,17 @@ def _is_left(module: nn.Module, args: Any, kwargs: Any) -> bool:
             return True
     return (
         forward_ad._current_level >= 0
-        or is_transformed(by_autocast=False)
+        or is_transformed(by_autocast=False, by_modes=False)
         or _symbolic_trace.is_fx_symbolic_tracing()
+        or any(_sees_inside(mode) for mode in _get_current_dispatch_mode_stack())
     )
+
+
+def _sees_inside(mode: TorchDispatchMode) -> bool:
+    """Return whether a dispatch mode is to see the ops of the original code: Dynamo captures
+    nothing in such a mode, and what traces has to find the plain ops.
+    """
+    return mode.is_infra_mode() or not mode.ignore_compile_internals()
 
 
 def _warn_of_compile() -> bool:
@@ -243,18 +252,13 @@ def is_left_on_a_cpu(module: nn.Module, x: Tensor | None = None) -> bool:
     return x is None or not prefers_kernels(x)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module within this one has a hook, which has to see it called."""
-    for x in module._modules.values():
-        if x is not None and (
-            x._forward_pre_hooks
-            or x._forward_hooks
-            or x._backward_pre_hooks
-            or x._backward_hooks
-            or (x._modules and _has_hooks(x))
-        ):
-            return True
-    return False
+def _has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a module within this one has a backward hook: Dynamo captures none."""
+    return any(
+        x._backward_pre_hooks or x._backward_hooks or (x._modules and _has_backward_hooks(x))
+        for x in module._modules.values()
+        if x is not None
+    )
 
 
 def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:

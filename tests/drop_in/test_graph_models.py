@@ -1,14 +1,6 @@
 """The rewriter of graphs in models that nobody here wrote: of transformers (with eager attention),
 of x-transformers and of vit_pytorch. Results stay, and most of what is in them is found, by
 `accelerate` and under torch.compile.
-
-What is wanted is counted in Dynamo's graphs before they are rewritten:
-
-    attention     a softmax, or torch's own attention; `NO_ATTENTION` lists those that are none
-    norm          layer_norm and rms_norm, or by hand: a root in two dimensions or more, or
-                  `normalize` with a factor (without one it is a unit length, no root of a mean)
-    feed_forward  an activation between two linear layers, also as the gate of a product; products
-                  with a matrix (matmul, addmm) count as linear, convolutions do not
 """
 
 import copy
@@ -20,89 +12,21 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from graph_counts import count
 from graph_styles import STYLES
 from hugging_face_models import SMALL, build, candidates, randomize
 from test_graph import KINDS, compare, found, fresh_dynamo  # noqa: F401
-from torch import fx, nn
+from torch import nn
 
 import fastformer as ff
 from benchmarks import ROOT
 from fastformer.drop_in.graph import rewriter
-from fastformer.drop_in.graph.nodes import arg, is_cast, is_dropout, is_tensor, name, number, tensor
 from fastformer.drop_in.replacements import rewritten
 from fastformer.drop_in.replacements.norms import FusedLayerNorm, FusedRMSNorm
 from fastformer.drop_in.replacements.rewritten import Rewritten
 
 GOALS = {"attention": 0.93, "norm": 0.98, "feed_forward": 0.9}
 LENGTH = 9
-
-# ----------------------------------------------------------------------------- what is to be found
-
-ATTENTIONS = {"softmax", "_softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
-ROOTS = {"sqrt", "rsqrt", "std", "norm", "linalg_norm", "vector_norm"}
-ACTIVATIONS = {
-    *("relu", "gelu", "silu", "sigmoid", "tanh", "erf", "elu", "leaky_relu", "mish", "softplus"),
-    *("hardswish", "hardtanh", "relu6", "autograd_function_apply"),
-}
-VIEWS = {"view", "reshape", "flatten", "unflatten", "getitem", "chunk", "split"}
-PASSES = VIEWS | {"mul", "div", "pow", "square", "add", "sub", "clamp"}
-
-
-def is_linear(node):
-    if name(node) in ("linear", "addmm"):
-        return True
-    by = arg(node, 1, "other")
-    return name(node) in ("matmul", "mm") and is_tensor(by) and tensor(by).dim() == 2
-
-
-def passes(node):
-    return name(node).rstrip("_") in PASSES or is_cast(node) or is_dropout(node)
-
-
-def linear_before(node, depth=12):
-    """Return the linear layer of which a node is computed element by element, or None."""
-    if is_linear(node):
-        return node
-    given = node.all_input_nodes if isinstance(node, fx.Node) and passes(node) and depth else ()
-    return next(filter(None, (linear_before(x, depth - 1) for x in given)), None)
-
-
-def linear_after(node, depth=12):
-    """Return the linear layer that reads a node, perhaps after factors, dropout and casts."""
-    for user in node.users if depth else ():
-        if is_linear(user):
-            return user
-        is_sum = name(user).rstrip("_") in ("add", "sub") and len(user.all_input_nodes) > 1
-        found = linear_after(user, depth - 1) if passes(user) and not is_sum else None
-        if found is not None:
-            return found
-    return None
-
-
-def is_norm(node):
-    called = name(node)
-    if called == "normalize":
-        factors = (x for user in node.users if name(user) == "mul" for x in user.args)
-        return any(number(x) is not None for x in factors)
-    by_hand = called in ROOTS and is_tensor(node) and tensor(node).dim() > 1
-    return called in ("layer_norm", "rms_norm") or by_hand
-
-
-def count(gm, wanted):
-    """Add to a Counter what is in a graph, and in the graphs of its regions."""
-    taken = set()  # the second linear layers: of three in a row the first two are one feed-forward
-    for inner in gm.children():
-        if isinstance(inner, fx.GraphModule):
-            count(inner, wanted)
-    for node in gm.graph.nodes:
-        wanted["attention"] += name(node) in ATTENTIONS
-        wanted["norm"] += is_norm(node)
-        if name(node).rstrip("_") in ACTIVATIONS:
-            found = filter(None, map(linear_before, node.all_input_nodes))
-            first, second = next(found, None), linear_after(node)
-            if first is not None and second is not None and first not in taken:
-                wanted["feed_forward"] += 1
-                taken.add(second)
 
 
 class Row(NamedTuple):

@@ -305,8 +305,11 @@ def test_the_head_dims_of_gemma_4(device):
         have = compare_models.results(model, given)
     assert compare_models.error(have, want) < compare_models.BOUND
     assert len(calls) == 2
-    fault, whole = compare_models.check_whole(model, [("left", given, want)], None, None)
-    assert fault == "" and "gated_activation 2" in whole and "rms_norm" in whole
+    wanted = [("left", given, want)]
+    fault, (reached, stays) = compare_models.check_accelerated(
+        model.config, type(model), model, "fastformer", wanted, None
+    )
+    assert (fault, stays, reached[2]) == ("", "", 2) and reached[1] >= 6
 
 
 def test_batches_that_are_not_packed(attention_calls, device):
@@ -1091,8 +1094,8 @@ SAMPLE = [
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_type_is_no_worse_than_the_table(kind):
     """`--slow` runs all of them."""
-    status, note, whole = compare_models.check(kind)
-    reason = f"{status}: {note}; {whole}"
+    status, note, reached = compare_models.check(kind, ["eager"])
+    reason = f"{status}: {note}; {reached}"
     assert not compare_models.worse(status, compare_models.committed()[kind]), reason
 
 
@@ -1113,21 +1116,22 @@ def test_the_sweep_sees_what_is_wrong(monkeypatch):
     assert compare_models.check("bert")[0] == "differs"
     assert compare_models.check("llama")[0] == "differs"
     monkeypatch.setattr(transformers_attention, "attention", broken)
-    assert compare_models.check("bert") == ("fails", "RuntimeError: somewhere else", "")
+    assert compare_models.check("bert") == ("fails", "RuntimeError: somewhere else", {})
 
 
 def test_the_sweep_sees_what_is_wrong_in_accelerated_models(monkeypatch):
     """A norm that forgets its weight, and one that crashes."""
     norm = functional.rms_norm
     monkeypatch.setattr(functional, "rms_norm", lambda x, shape, _, eps: norm(x, shape, None, eps))
-    status, note, whole = compare_models.check("llama")
-    assert (status, note.split(",")[0]) == ("differs", "none") and whole.startswith("whole, none")
+    status, note, _ = compare_models.check("llama", ["eager"])
+    assert status == "differs" and note.startswith("accelerated, eager: none")
 
     def breaks(x, *given):
         return norm(x, *given) if isinstance(x, FakeTensor) else broken()  # the graph is made
 
     monkeypatch.setattr(functional, "rms_norm", breaks)
-    assert compare_models.check("llama")[::2] == ("fails", "whole, RuntimeError: somewhere else")
+    status, note, _ = compare_models.check("llama", ["eager"])
+    assert (status, note) == ("fails", "accelerated, eager: RuntimeError: somewhere else")
 
 
 def test_the_table_is_that_of_the_types():

@@ -1,0 +1,96 @@
+"""Counts what a rewriter of Dynamo's graphs is to find, before they are rewritten:
+
+attention     a softmax that a product reads (not a router's, of which experts are chosen), or
+              torch's own attention
+norm          layer_norm and rms_norm, or by hand: a root in two dimensions or more, or
+              `normalize` with a factor (without one it is a unit length, no root of a mean)
+feed_forward  an activation between two linear layers, also as the gate of a product; products
+              with a matrix (matmul, addmm) count as linear, convolutions do not
+"""
+
+from torch import fx
+
+from fastformer.drop_in.graph.nodes import arg, is_cast, is_dropout, is_tensor, name, number, tensor
+
+ATTENTIONS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+CHOICES = {"topk", "sort", "argmax", "max", "gather", "scatter", "scatter_"}  # of experts
+ROOTS = {"sqrt", "rsqrt", "std", "norm", "linalg_norm", "vector_norm"}
+ACTIVATIONS = {
+    *("relu", "gelu", "silu", "sigmoid", "tanh", "erf", "elu", "leaky_relu", "mish", "softplus"),
+    *("hardswish", "hardtanh", "relu6", "autograd_function_apply"),
+}
+VIEWS = {"view", "reshape", "flatten", "unflatten", "getitem", "chunk", "split"}
+PASSES = VIEWS | {"mul", "div", "pow", "square", "add", "sub", "clamp"}
+
+
+def is_linear(node):
+    if name(node) in ("linear", "addmm"):
+        return True
+    by = arg(node, 1, "other")
+    return name(node) in ("matmul", "mm") and is_tensor(by) and tensor(by).dim() == 2
+
+
+def passes(node):
+    return name(node).rstrip("_") in PASSES or is_cast(node) or is_dropout(node)
+
+
+def linear_before(node, depth=12):
+    """Return the linear layer of which a node is computed element by element, or None."""
+    if is_linear(node):
+        return node
+    given = node.all_input_nodes if isinstance(node, fx.Node) and passes(node) and depth else ()
+    return next(filter(None, (linear_before(x, depth - 1) for x in given)), None)
+
+
+def linear_after(node, depth=12):
+    """Return the linear layer that reads a node, perhaps after factors, dropout and casts."""
+    for user in node.users if depth else ():
+        if is_linear(user):
+            return user
+        is_sum = name(user).rstrip("_") in ("add", "sub") and len(user.all_input_nodes) > 1
+        found = linear_after(user, depth - 1) if passes(user) and not is_sum else None
+        if found is not None:
+            return found
+    return None
+
+
+def is_attention(node):
+    return name(node) in ATTENTIONS or (
+        name(node) in ("softmax", "_softmax") and is_read(node, set())
+    )
+
+
+def is_read(node, seen):
+    """Whether a product reads a node, or what is computed of it."""
+    for user in node.users.keys() - seen:
+        seen.add(user)
+        if name(user) in PRODUCTS or (name(user) not in CHOICES and is_read(user, seen)):
+            return True
+    return False
+
+
+def is_norm(node):
+    called = name(node)
+    if called == "normalize":
+        factors = (x for user in node.users if name(user) == "mul" for x in user.args)
+        return any(number(x) is not None for x in factors)
+    by_hand = called in ROOTS and is_tensor(node) and tensor(node).dim() > 1
+    return called in ("layer_norm", "rms_norm") or by_hand
+
+
+def count(gm, wanted):
+    """Add to a Counter what is in a graph, and in the graphs of its regions."""
+    taken = set()  # the second linear layers: of three in a row the first two are one feed-forward
+    for inner in gm.children():
+        if isinstance(inner, fx.GraphModule):
+            count(inner, wanted)
+    for node in gm.graph.nodes:
+        wanted["attention"] += is_attention(node)
+        wanted["norm"] += is_norm(node)
+        if name(node).rstrip("_") in ACTIVATIONS:
+            found = filter(None, map(linear_before, node.all_input_nodes))
+            first, second = next(found, None), linear_after(node)
+            if first is not None and second is not None and first not in taken:
+                wanted["feed_forward"] += 1
+                taken.add(second)

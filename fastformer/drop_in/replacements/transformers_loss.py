@@ -152,8 +152,8 @@ def output_layer(model: nn.Module) -> nn.Linear | str:
     head = model.get_output_embeddings()  # type: ignore[operator]
     if head is None:
         return "it has no output layer"
-    if type(head) is not nn.Linear:
-        return f"its output layer is {type(head).__name__}, not Linear"
+    if (cls := type(head)) is not nn.Linear:
+        return f"its output layer is {cls.__module__}.{cls.__qualname__}, not nn.Linear"
     if not is_unmodified(head):
         return "its output layer has hooks"
     return base.unsupported_tensor(head.weight, head.bias) or head

@@ -402,7 +402,7 @@ def counts(model, given):
     found = collections.Counter()
 
     def backend(gm, _):
-        count(gm, found)
+        count(gm, found, routers=False)
         return gm.forward
 
     try:

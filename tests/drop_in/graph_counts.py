@@ -14,7 +14,10 @@ from fastformer.drop_in.graph.nodes import arg, is_cast, is_dropout, is_tensor, 
 
 ATTENTIONS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
-CHOICES = {"topk", "sort", "argmax", "max", "gather", "scatter", "scatter_"}  # of experts
+ENDS = {  # of the weights: choices of experts, and sums of what was multiplied by the weights
+    *("topk", "sort", "argmax", "max", "gather", "scatter"),
+    *("add", "iadd", "sum", "mean", "index_add", "linear"),
+}
 ROOTS = {"sqrt", "rsqrt", "std", "norm", "linalg_norm", "vector_norm"}
 ACTIVATIONS = {
     *("relu", "gelu", "silu", "sigmoid", "tanh", "erf", "elu", "leaky_relu", "mish", "softplus"),
@@ -55,17 +58,17 @@ def linear_after(node, depth=12):
     return None
 
 
-def is_attention(node):
-    return name(node) in ATTENTIONS or (
-        name(node) in ("softmax", "_softmax") and is_read(node, set())
-    )
+def is_attention(node, routers):
+    softmax = name(node) in ("softmax", "_softmax") and (routers or is_read(node, set()))
+    return name(node) in ATTENTIONS or softmax
 
 
 def is_read(node, seen):
-    """Whether a product reads a node, or what is computed of it."""
+    """Whether a product reads a node, or what is computed of it without a sum."""
     for user in node.users.keys() - seen:
         seen.add(user)
-        if name(user) in PRODUCTS or (name(user) not in CHOICES and is_read(user, seen)):
+        called = name(user).rstrip("_")
+        if called in PRODUCTS or (called not in ENDS and is_read(user, seen)):
             return True
     return False
 
@@ -79,14 +82,14 @@ def is_norm(node):
     return called in ("layer_norm", "rms_norm") or by_hand
 
 
-def count(gm, wanted):
+def count(gm, wanted, routers=True):
     """Add to a Counter what is in a graph, and in the graphs of its regions."""
     taken = set()  # the second linear layers: of three in a row the first two are one feed-forward
     for inner in gm.children():
         if isinstance(inner, fx.GraphModule):
-            count(inner, wanted)
+            count(inner, wanted, routers)
     for node in gm.graph.nodes:
-        wanted["attention"] += is_attention(node)
+        wanted["attention"] += is_attention(node, routers)
         wanted["norm"] += is_norm(node)
         if name(node).rstrip("_") in ACTIVATIONS:
             found = filter(None, map(linear_before, node.all_input_nodes))

@@ -538,7 +538,7 @@ def accelerated(rows):
     return f"""`ff.accelerate(model)` was compared in {len(compared)} of the {built} types that can
 be built, by each attention that they have, in float32 and under `ff.use_backend("reference")`: the
 outputs and all gradients, without padding and with it, equal those of the same model as it was, to
-the same bound, or to ten times the error that the model itself makes in float32; with eager
+the same bound, or to ten times its difference from the eager model in float64; with eager
 attention the loss and the tokens of `generate()`, too. `ff.restore(model)` gives every module its
 class back. Reached of what is in the graphs of the plain model, in these types together:
 

@@ -1,7 +1,7 @@
 """Counts what a rewriter of Dynamo's graphs is to find, before they are rewritten:
 
-attention     a softmax that a product reads (not a router's, of which experts are chosen), or
-              torch's own attention
+attention     a softmax, or torch's own attention; with routers=False a softmax counts only if a
+              product reads it, unlike that of a router of experts
 norm          layer_norm and rms_norm, or by hand: a root in two dimensions or more, or
               `normalize` with a factor (without one it is a unit length, no root of a mean)
 feed_forward  an activation between two linear layers, also as the gate of a product; products

@@ -159,26 +159,30 @@ def _load(op: str) -> ModuleType:
     return _kernels[op]
 
 
-def _unsupported_reason(op: str, arguments: Arguments, device: torch.device) -> str | None:
-    """Return why the kernels of `op` cannot run this call, or None."""
+def _unsupported_device(op: str, device: torch.device) -> str | None:
+    """Return why no kernel runs on this device, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"there is no Triton kernel for a {device.type} device"
     if device.type == "cuda" and torch.version.hip is not None:
         return "AMD GPUs (HIP) run the PyTorch reference"
     if not _HAS_TRITON:
         return "triton is not installed"
+    if device.type == "cpu" and not _load(op).INTERPRETED:
+        return (
+            "on a CPU the Triton kernels run in Triton's interpreter only: "
+            "set TRITON_INTERPRET=1 in the environment before triton is imported"
+        )
+    return None
+
+
+def _unsupported_call(op: str, arguments: Arguments) -> str | None:
+    """Return why the kernels of `op` do not take this call, or None."""
     if torch.compiler.is_compiling() and transformed():
         return (
             "torch.compile traces no kernel within vmap, grad or another transform of torch.func; "
             'it does under use_backend("reference")'
         )
-    kernels = _load(op)
-    if device.type == "cpu" and not kernels.INTERPRETED:
-        return (
-            "on a CPU the Triton kernels run in Triton's interpreter only: "
-            "set TRITON_INTERPRET=1 in the environment before triton is imported"
-        )
-    return kernels.supports(**arguments)
+    return _load(op).supports(**arguments)
 
 
 def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
@@ -188,12 +192,13 @@ def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
     first = next(iter(arguments.values()))
     if backend == "auto" and first.is_cpu:
         return _on_a_cpu[op]
-    reason = _unsupported_reason(op, arguments, first.device)
+    nowhere = _unsupported_device(op, first.device)
+    reason = nowhere or _unsupported_call(op, arguments)
     if reason is not None:
+        if backend == "triton" and (nowhere or state.on_unsupported is None):
+            raise RuntimeError(f"the triton backend cannot run {op}: {reason}")
         if state.on_unsupported is not None:
             state.on_unsupported(op, reason)
-        elif backend == "triton":
-            raise RuntimeError(f"the triton backend cannot run {op}: {reason}")
         return Choice(op, "reference", reason)
     if backend == "triton":
         return _explicit[op, backend]
@@ -300,7 +305,8 @@ class observe:
     on_call: called with (op, arguments) for each op that runs; the arguments are those of `run`, by
         name.
     on_unsupported: called with (op, reason) if the kernels cannot run an op. The op then falls back
-        to the reference even for the backend "triton", which otherwise raises.
+        to the reference even for the backend "triton", which otherwise raises, and which raises
+        where no kernel runs at all.
 
     In nested contexts, the innermost function of each kind is called.
     """

@@ -169,9 +169,9 @@ class _Recorder:
         if "attention" in choice.op.lower():
             self._attended[:] = [n + 1 for n in self._attended]
 
-    def own(self, advice: str) -> str:
+    def own(self, advice: str, what: str = "") -> str:
         """Return why the running module computes something by its own code."""
-        return _ITS_CODE if any(isinstance(x, Rewritten) for x in self._running) else advice
+        return what + _ITS_CODE if any(isinstance(x, Rewritten) for x in self._running) else advice
 
     def record_own_attention(self) -> None:
         """Record that the code of the running module has computed an attention."""
@@ -179,9 +179,8 @@ class _Recorder:
         known = MultiHeadedAttention, nn.MultiheadAttention  # which have rows of their own
         if module is None or isinstance(module, known):
             return
-        self.record(
-            backends.Choice(type(module).__name__, "torch", self.own(own_attention(module)))
-        )
+        why = self.own(own_attention(module), "attention: ")
+        self.record(backends.Choice(type(module).__name__, "torch", why))
         self._attended[:] = [n + 1 for n in self._attended]
 
     def _enter(self, module: nn.Module, _: object) -> None:
@@ -260,9 +259,14 @@ class _TorchAttention(TorchFunctionMode):
             found = [False]
         elif name in _SOFTMAX and found:
             found = [True]
-        if found and isinstance(out, Tensor) and func is not F.linear:
+        if found and isinstance(out, Tensor) and (func is not F.linear or _mixes_heads(out, given)):
             self._products[out] = any(found)
         return out
+
+
+def _mixes_heads(out: Tensor, given: list[Tensor]) -> bool:
+    """Return whether a linear layer may mix the heads of scores: it is square, of 4-D tensors."""
+    return out.dim() > 3 and all(x.shape[-1] == out.shape[-1] for x in given)
 
 
 def name_pattern(name: str) -> str:

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from fastformer.checks import require_flag, require_instance
+from fastformer.dispatch.state import current_backend, use_backend
 from fastformer.drop_in.capture import WEIGHTS
 from fastformer.drop_in.explanation import ON_A_CPU, explain, name_pattern
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
-from fastformer.drop_in.replacements.base import Accelerated, class_for
+from fastformer.drop_in.replacements.base import STATE, Accelerated, class_for
 from fastformer.drop_in.replacements.layers import Layer
 from fastformer.drop_in.replacements.rewritten import (
     Part,
@@ -143,9 +144,19 @@ def accelerate(
 
 
 def _name_attention(model: nn.Module, inputs: Any, named: Any, report: Report) -> None:
-    """Run the model, and note what attention torch has computed outside of rewritten modules."""
-    with torch.no_grad(), torch.random.fork_rng():
+    """Run the model, and note what attention torch has computed outside of rewritten modules; those
+    that have returned no weights need no note. On a CPU, too, rewritten modules show what is fused.
+    """
+    backend = current_backend()
+    if backend == "auto" and is_left_on_a_cpu(model):
+        backend = "reference"
+    with torch.no_grad(), torch.random.fork_rng(), use_backend(backend):
         rows = explain(model, *inputs, **named).rows
+    ran = {name for name, *_ in rows}
+    returned = {name for name, _, _, reason in rows if reason == NEEDS_WEIGHTS}
+    for name in ran - returned:
+        if report.notes.get(name) == NEEDS_WEIGHTS:
+            del report.notes[name]
     rewritten = [x for x, module in report._modules.items() if isinstance(module, Rewritten)]
     for name, op, backend, reason in rows:
         inside = any(name == unit or name.startswith(f"{unit}.") or not unit for unit in rewritten)
@@ -322,14 +333,8 @@ def _plan(model: nn.Module, report: Report) -> Plan:
 
 def _restore_class(module: Accelerated) -> None:
     module.__class__ = module._original  # type: ignore[assignment]
-    for name in _STATE:
+    for name in STATE:
         module.__dict__.pop(name, None)
-
-
-_STATE = (  # what the replacements set on an instance
-    *("_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits", "_keeps_weights"),
-    "_captures",
-)
 
 
 def _kind(module: nn.Module) -> type[Accelerated] | str | None:
@@ -355,7 +360,7 @@ def _fit(module: nn.Module, kind: type[Accelerated]) -> type[Accelerated] | str:
 
 def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
     """Return which attribute of the module has a name that the kind needs for itself, or None."""
-    ours, theirs = {*_STATE}, {"forward", "loss_function"}
+    ours, theirs = {*STATE}, {"forward", "loss_function"}
     for cls in kind.__mro__:
         if issubclass(cls, Accelerated):
             ours |= {name for name in vars(cls) if name[:2] != "__"} - theirs

@@ -5,6 +5,7 @@ Shapes: B batch, H heads, Sq queries, Sk keys, D head dim.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
 from fastformer.dispatch.front import autocast, front_door
+from fastformer.drop_in import explanation
 from fastformer.drop_in.replacements.base import record_torch, unsupported_tensor
 from fastformer.mask_tiles import BlockMask
 from fastformer.ops import functional
@@ -47,7 +49,7 @@ class sdpa_override(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and not _is_of_an_op():
             return torch_sdpa(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -77,6 +79,16 @@ def torch_sdpa(
     # The fallback of a call outside of a module is not counted; `explain` still records it.
     with backends.observe(on_unsupported=lambda op, reason: None):
         return functional.scaled_dot_product_attention(*args, scale, enable_gqa)
+
+
+def _is_of_an_op() -> bool:
+    """Return whether an op of fastformer calls torch's attention, which it has chosen to do."""
+    if torch.compiler.is_compiling():  # then torch's function is in the graph, or the op
+        return False
+    frame: Any = sys._getframe(2)
+    while frame.f_globals.get("__name__") == explanation.__name__:  # its mode passes the call on
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").startswith("fastformer.ops.")
 
 
 # Each of these functions returns why torch's own op has to run, or None. An invalid argument is a
@@ -140,6 +152,6 @@ def _unsupported_option(
         return "a mask is given with is_causal, or has another dtype"
     scores = (*query.shape[:-1], key.shape[-2])
     sizes = zip(attn_mask.shape[::-1], scores[::-1])
-    if not 2 <= attn_mask.dim() <= len(scores) or any(n not in (1, want) for n, want in sizes):
+    if not 2 <= attn_mask.dim() <= len(scores) or any(1 != n != want for n, want in sizes):
         return "the mask does not broadcast to the scores"
     return None

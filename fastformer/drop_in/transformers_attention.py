@@ -306,12 +306,12 @@ def _with_sequences(
     in a forward.
     """
     length, band = query.shape[2], attention_mask
+    if query.shape[0] != 1 or not length == key.shape[2] > 1:
+        return attention_mask
     if band is None:
         sides = None, 0 if is_causal else None
         band = Mask((1, 1, length, length), None, *sides, query.device, "the model")
     if not isinstance(band, Mask) or not band.visible is band.held is band.sequences is None:
-        return attention_mask
-    if query.shape[0] != 1 or not length == key.shape[2] > 1:
         return attention_mask
     offsets, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
     indices, of_keys = given.get("seq_idx"), given.get("cu_seq_lens_k")
@@ -387,9 +387,13 @@ def _read_mask(
     shape, visible = attention_mask.shape, attention_mask.visible
     sides = (attention_mask.left, attention_mask.right)
     alike = sides == (None, None) and (visible is None or visible.shape[2] == 1)  # all queries
-    if len(shape) != 4 or shape[3] != k_length or not (alike or shape[2] in (1, q_length)):
+    if len(shape) != 4 or shape[3] != k_length or not (alike or _fits(shape[2], q_length)):
         raise _wrong_shape(shape, q_length, k_length)
     return visible, None, sides
+
+
+def _fits(size: int, length: int) -> bool:
+    return size == 1 or size == length  # Dynamo finds no symbolic size in a tuple
 
 
 def _wrong_shape(shape: Sequence[int], q_length: int, k_length: int) -> ValueError:
@@ -408,8 +412,9 @@ def _read_tensor(
         if isinstance(attention_mask, Tensor):
             kind += f" of {attention_mask.dim()} dimensions"
         raise TypeError(f"attention_mask is a {kind}; expected a tensor [B, 1, Sq, Sk]")
-    if attention_mask.shape[2] not in (1, q_length) or attention_mask.shape[3] not in (1, k_length):
-        raise _wrong_shape(attention_mask.shape, q_length, k_length)
+    shape = attention_mask.shape
+    if not (_fits(shape[2], q_length) and _fits(shape[3], k_length)):
+        raise _wrong_shape(shape, q_length, k_length)
     if attention_mask.is_floating_point():
         return None, attention_mask
     if attention_mask.dtype != torch.bool:

@@ -77,7 +77,7 @@ def _find(name: str, module: nn.Module, in_list: bool) -> _Found:
         names: frozenset[str] = frozenset()
     else:
         names = _names(type(module))  # type: ignore[arg-type]
-    core, norm = _computes_core(module, names), _computes_norm(module, names)
+    core, norm = _computes_core(module, names, not found.units), _computes_norm(module, names)
     found.core, found.norm = found.core or core, found.norm or norm
     if found.stack or "forward" in module.__dict__:
         return found
@@ -99,11 +99,18 @@ def _package(x: Any) -> str:
     return (getattr(x, "__module__", None) or "").partition(".")[0]
 
 
-def _computes_core(module: nn.Module, names: frozenset[str]) -> bool:
-    """Return whether a module computes attention or a feed-forward layer."""
+def _computes_core(module: nn.Module, names: frozenset[str], smallest: bool) -> bool:
+    """Return whether a module computes attention or a feed-forward layer. smallest: no module
+    within it does; then a module within it may be a linear layer with its activation.
+    """
     if not names and not isinstance(module, nn.Sequential):
         return False
-    kinds = [type(x).__name__.lower() for x in _parts(module)]
+    parts = [*_parts(module)]
+    if smallest:
+        for x in parts.copy():
+            if not _is_of_torch(x):
+                names, parts = names | _names(type(x)), [*parts, *_parts(x)]  # type: ignore[arg-type]
+    kinds = [type(x).__name__.lower() for x in parts]
     if names & _ATTENTION or (names & _PRODUCTS and (names & _SOFTMAX or "softmax" in kinds)):
         return True
     used = {*names, *module._modules, *kinds}

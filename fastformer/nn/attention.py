@@ -470,7 +470,7 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
     """Return the mask as booleans; require that it broadcasts to `shape`, that of the weights."""
     sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
-    if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
+    if mask.dim() > len(shape) or any(1 != have != want for have, want in sizes):
         expected = f"one that broadcasts to {list(shape)}{hint}"
         raise checks.wrong_shape("mask", mask, expected)
     if mask.dtype == torch.bool:

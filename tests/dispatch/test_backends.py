@@ -123,6 +123,8 @@ def test_triton_on_a_cpu_needs_the_interpreter(fresh):
     printed = fresh(CALL.format("ff.layer_norm(torch.ones(2), 2)"))
     assert "RuntimeError: the triton backend cannot run layer_norm: on a CPU" in printed
     assert "TRITON_INTERPRET=1" in printed
+    module = "m = torch.nn.Sequential(torch.nn.LayerNorm(2)); ff.accelerate(m); m(torch.ones(2))"
+    assert "RuntimeError: the triton backend cannot run" in fresh(CALL.format(module))
 
 
 @pytest.mark.with_all

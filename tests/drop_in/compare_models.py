@@ -55,6 +55,7 @@ BEST_FIRST = ("agrees", "never calls us", "refused", "not built", "fails", "diff
 LARGEST = 200 * 10**6  # parameters: a copy of a model, its gradients, in float64
 SECONDS = 900  # for one type: for those that hang, on any machine
 MEMORY = 8 * 2**30  # bytes, for one type
+NO_MEMORY = f"it needs more than {MEMORY // 2**30} GB"
 ACCELERATED = ("eager", "sdpa", "fastformer")
 COUNTED = ("attention", "norm", "feed_forward")
 CASTS = {torch.Tensor.to, torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax}
@@ -219,6 +220,8 @@ def counted():
 
 def first_line(e):
     """Type and message, without the folder that packages are installed in."""
+    if isinstance(e, MemoryError) or "can't allocate memory" in str(e):
+        return NO_MEMORY
     text = re.sub(r"/\S*/site-packages/", "", f"{type(e).__name__}: {e}")
     return re.sub(r"\s+", " ", text)[:200]
 
@@ -351,7 +354,8 @@ def check_attention(config, cls, model, wanted, tokens, text):
     except Exception as e:
         if by_us(e):
             return "refused", re.sub(r"\s+", " ", str(e))
-        return "fails", first_line(e)
+        why = first_line(e)
+        return "not built" if why == NO_MEMORY else "fails", why
     if fault:
         return "differs", fault
     done = [what.split()[0] for what, *_ in wanted]
@@ -419,7 +423,8 @@ def check_accelerated(config, cls, model, name, wanted, text):
         found = of, "; ".join(filter(None, [*noisy, stays])), float(f"{max(bounds):.1e}")
         ff.restore(ours)
     except Exception as e:
-        return first_line(e), ""
+        why = first_line(e)
+        return ("", why) if why == NO_MEMORY else (why, "")
     if [type(m) for m in ours.modules()] != before:
         return "restore() leaves other classes", found
     return fault, found
@@ -507,6 +512,7 @@ def sweep(kinds, seconds=SECONDS):
 def page(rows, version):
     """Return the text of PAGE: how many types have each status, and those that need a remark."""
     of = {status: [row[0] for row in rows if row[1] == status] for status in BEST_FIRST}
+    large = [row[0] for row in rows if NO_MEMORY in (row[2], *row[3].values())]
     return f"""# Model types of transformers
 
 Every model type of transformers {version}, against eager attention. Each is built small, with
@@ -543,6 +549,8 @@ benchmarks/results/hugging_face.json; `python tests/drop_in/compare_models.py --
 again, and writes this page.
 
 **Refused:** {", ".join(of["refused"])}.
+
+**Need more than {MEMORY // 2**30} GB**: {", ".join(large) or "none"}.
 
 **Never calls us**, because the model runs an attention of its own, or has none:
 {", ".join(of["never calls us"])}.

@@ -90,14 +90,14 @@ MODELS = [bert, gpt2, t5, llama, mistral, bart, whisper, vit, gemma2, gpt_oss]
 DECODERS = [gpt2, llama, mistral, gemma2, gpt_oss]
 
 
-def inputs(make, padding, device):
+def inputs(make, padding, device, length=S):
     """Keyword arguments of the model, with labels where a real token predicts a real one."""
     if make is vit:
         return {
             "pixel_values": torch.randn(B, 1, 8, 8, device=device),
             "labels": torch.arange(B, device=device),
         }
-    ids = torch.randint(4, V, (B, S), device=device)
+    ids = torch.randint(4, V, (B, length), device=device)
     mask = torch.ones_like(ids)
     if padding == "right":
         mask[1, 4:] = 0
@@ -306,10 +306,22 @@ def test_the_head_dims_of_gemma_4(device):
     assert compare_models.error(have, want) < compare_models.BOUND
     assert len(calls) == 2
     wanted = [("left", given, want)]
-    fault, (reached, stays) = compare_models.check_accelerated(
+    fault, (reached, stays, _) = compare_models.check_accelerated(
         model.config, type(model), model, "fastformer", wanted, None
     )
     assert (fault, stays, reached[2]) == ("", "", 2) and reached[1] >= 6
+
+
+@pytest.mark.parametrize("make", [t5, llama])
+def test_accelerated_models_with_masks_of_several_lengths(make, device):
+    """Dynamo captures the layers for any length: no call falls back."""
+    model = make(attn_implementation="fastformer").to(device).eval()
+    report = ff.accelerate(model)
+    with ff.use_backend("reference"), torch.no_grad():
+        for padding, length in (("none", S), ("right", S + 2), ("left", S + 3)):
+            given = inputs(make, padding, device, length)
+            model(**given)
+    assert not report.fallbacks and all(report.rewritten.values())
 
 
 def test_batches_that_are_not_packed(attention_calls, device):

@@ -269,6 +269,14 @@ def test_need_weights_option(backend, device):
     row = ff.explain(model, x).rows[0]
     assert row[2] == "torch" and "need_weights=False" in row[3]
     ff.restore(model)
+    assert list(ff.accelerate(model, x).notes) == ["attn"]  # the call shows it
+    ff.restore(model)
+    calls = own(nn.Module, forward=lambda self, x: self.attn(x, x, x, need_weights=False)[0])()
+    calls.attn = model.attn
+    assert list(ff.accelerate(calls).notes) == ["attn"]
+    ff.restore(calls)
+    assert not ff.accelerate(calls, x).notes
+    ff.restore(calls)
 
     report = ff.accelerate(model, need_weights=False)
     assert not report.notes and "need_weights" not in str(report)
@@ -1241,6 +1249,17 @@ def test_sdpa_override(backend, device):
         torch.testing.assert_close(overridden(*args, **options), want)
         with ff.sdpa_override():
             assert explained(*args, **options)[0] == backend
+
+
+def test_sdpa_override_leaves_the_ops_alone(backend, device):
+    """The reference calls torch's function itself: that is no second attention."""
+    module = nn.MultiheadAttention(E, H, batch_first=True).to(device)
+    ff.accelerate(module, need_weights=False)
+    x = torch.randn(N, S, E, device=device)
+    rows = ff.explain(module, x, x, x).rows
+    with ff.sdpa_override():
+        assert ff.explain(module, x, x, x).rows == rows
+    assert [row[2] for row in rows] == [backend]
 
 
 @pytest.mark.parametrize("wide", ["bias", "query and key", "value", "all"])

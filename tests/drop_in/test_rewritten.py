@@ -195,7 +195,52 @@ class Pool(nn.Module):
         )[0]  # fmt: skip
 
 
-@pytest.mark.parametrize("module, op", [(Dict, "feed_forward"), (Pool, "multi")])
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(D, 24)
+
+    def forward(self, x):
+        return F.gelu(self.proj(x))
+
+
+class Halves(nn.Module):
+    """The first layer of it has its activation within, as in diffusers."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleList([Half(), nn.Dropout(0.0), nn.Linear(24, D)])
+
+    def forward(self, x):
+        for module in self.net:
+            x = module(x)
+        return x
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(D, 24, 1), nn.Conv1d(24, D, 1)
+
+    def forward(self, x):
+        return self.second(F.relu(self.first(x.mT))).mT
+
+
+def test_a_feed_forward_layer_of_convolutions_is_named():
+    """It stays, and the report says why."""
+    plain, fast, report = pair(Convolutions())
+    with ff.use_backend("reference"):
+        compare(plain, fast, [x_of()])
+    assert "second: feed_forward: its linear layers are convolutions" in str(report)
+    wide = Convolutions()
+    wide.first = nn.Conv1d(D, 24, 3, padding=1)  # no linear layer
+    with ff.use_backend("reference"):
+        assert "convolutions" not in str(ff.accelerate(wide, x_of()))
+
+
+@pytest.mark.parametrize(
+    "module, op", [(Dict, "feed_forward"), (Halves, "feed_forward"), (Pool, "multi")]
+)
 def test_functions_and_dicts(module, op):
     plain, fast, report = pair(nn.Sequential(module()))
     assert classes(plain) == {"0": module.__name__}
@@ -224,8 +269,10 @@ def test_values_and_report(backend):
     assert [type(m) for m in fast.modules()] == [type(m) for m in plain.modules()]
 
 
-def test_with_inputs_the_report_says_it_at_once():
-    with ff.use_backend("reference"):
+@pytest.mark.parametrize("chosen", ["auto", "reference"])
+def test_with_inputs_the_report_says_it_at_once(chosen):
+    """On a CPU, too, where the model's own code runs with the backend auto."""
+    with ff.use_backend(chosen):
         fast = Model()
         assert ops(ff.accelerate(fast, x_of())) == OPS
         again = ff.accelerate(fast)
@@ -278,6 +325,31 @@ def test_explain_within_a_mode():
     with ff.use_backend("reference"):
         ff.explain(fast, x_of())
     assert seen.calls > 0
+
+
+class TalkingHeads(Attention):
+    """A linear layer mixes the heads of the scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(H, H)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, D // H)).permute(2, 0, 3, 1, 4)
+        weights = self.mix((q @ k.mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_explain_names_attention_that_stays():
+    (row,) = ff.explain(TalkingHeads(), x_of()).rows
+    assert row[1:3] == ("TalkingHeads", "torch") and "attention" in row[3]
+    router = nn.Sequential(nn.Linear(D, D), nn.Softmax(-1))  # of experts: no attention
+
+    class Routed(nn.Module):
+        def forward(self, x):
+            return router((x @ x.mT) @ x).mT @ x
+
+    assert ff.explain(Routed(), x_of()).rows == ()
 
 
 def test_a_name_that_the_replacement_needs():
@@ -602,6 +674,33 @@ def test_traces_and_transforms():
             torch.testing.assert_close(call(fast), call(plain), rtol=1e-4, atol=1e-5)
             compare(plain, fast, [x])
             assert ops(report) == OPS
+
+
+class Exported(nn.Module):
+    """torch.jit.trace compiles its second method, and reads the attributes of its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 24), nn.ReLU(), nn.Linear(24, D))
+
+    def forward(self, x):
+        return self.layers(x)
+
+    @torch.jit.export
+    def infer(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * 2
+
+
+def test_a_trace_with_a_method_of_its_own():
+    _, fast, report = pair(Exported())
+    x = x_of()
+    for backend in ("auto", "reference"):  # before its first call, and after it
+        with ff.use_backend(backend):
+            traced = torch.jit.trace(fast, x)
+            torch.testing.assert_close(traced(x), fast(x))
+            torch.testing.assert_close(traced.infer(x), fast(x) * 2)
+            fast.layers._run_original("a reason", x)
+    assert ops(report) == {"layer_norm", "feed_forward"} and report.fallbacks
 
 
 def selected(context, op, *args, **kwargs):

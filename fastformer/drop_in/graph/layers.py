@@ -64,7 +64,8 @@ def feed_forward(history: History, node: fx.Node) -> Match | None:
         return None
     if name(node) == "mul":
         return _gated(history, node)
-    if name(node) != "linear":
+    layer = name(node)
+    if layer != "linear" and not _is_pointwise(node):
         return None
     hidden, p, dropouts = source(node), 0.0, []
     if is_dropout(hidden):
@@ -73,9 +74,13 @@ def feed_forward(history: History, node: fx.Node) -> Match | None:
     if not is_tensor(hidden) or not _are_inside([*dropouts, hidden], node):
         return None
     found = _activation(hidden)
-    if found is None or name(found[1].input) != "linear":
+    first = None if found is None else found[1].input
+    if found is None or name(first) != layer:
         return None
-    first = found[1].input
+    if layer == "conv1d":
+        if _is_pointwise(first):
+            raise Stays("its linear layers are convolutions; the op takes those of nn.Linear")
+        return None
     pattern = [*dropouts, *found[1].nodes, first]
     if not _are_inside(pattern, node):
         return None
@@ -86,6 +91,11 @@ def feed_forward(history: History, node: fx.Node) -> Match | None:
     emit = Emitter(history, node)
     new = emit(functional.feed_forward, source(first), *weights, found[0], p)
     return "feed_forward", fitting(emit, new, node), pattern
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Return whether a node is a convolution of size 1, which is a linear layer."""
+    return name(node) == "conv1d" and same(tensor(arg(node, 1, "weight")).shape[-1], 1)
 
 
 def _are_inside(nodes: list[fx.Node], last: fx.Node) -> bool:

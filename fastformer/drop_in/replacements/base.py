@@ -79,6 +79,11 @@ class AnySignature(Accelerated):
         return tuple(getattr(original, name, None) for name in cls._read)
 
 
+STATE = (  # what the replacements set on an instance
+    *("_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits", "_keeps_weights"),
+    "_captures",
+)
+_IGNORED = "__jit_ignored_attributes__"
 _classes: dict[tuple[Any, ...], type[Accelerated]] = {}
 
 
@@ -90,6 +95,8 @@ def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accele
         return _classes[key]
     # The class keeps the name of the original, because tools recognize torch's modules by it.
     names: dict[str, Any] = dict(_kind=kind, _original=original, __module__=original.__module__)
+    # What torch.jit.trace leaves out where it compiles a method (@torch.jit.export).
+    names[_IGNORED] = [*getattr(original, _IGNORED, ()), *STATE]
     if hasattr(kind, "after_sum"):  # the residual stream looks it up in vars(type(norm))
         names["after_sum"] = kind.after_sum
     if issubclass(kind, AnySignature):

@@ -139,6 +139,41 @@ def test_styles_in_bfloat16(name):
         assert error <= 2 * max(peers.values()) + 1e-2, f"{name}: {error:.1e}"
 
 
+class HeadNorms(nn.Module):
+    """A norm of heads whose memory is in another order, alone and of a sum that is read, too."""
+
+    def __init__(self, by_hand, alone):
+        super().__init__()
+        self.by_hand, self.alone = by_hand, alone
+        self.q, self.k, self.weight = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Parameter(torch.rand(8)),
+        )
+
+    def forward(self, x):
+        q, k = (f(x).view(2, -1, 2, 8).transpose(1, 2) for f in (self.q, self.k))
+        total = q if self.alone else q + k
+        if self.by_hand:
+            normed = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight
+        else:
+            normed = F.layer_norm(total, [8], self.weight)
+        return normed, total.transpose(1, 2).view(2, -1, 16)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_norms_of_heads_keep_their_strides(by_hand, alone, backend):
+    model, compiled = pair(HeadNorms(by_hand, alone))
+    with ff.use_backend(backend), rewriter.recording() as rewriting:
+        for length in (5, 6):
+            x = torch.randn(2, length, 16)
+            compare(model, compiled, [x])
+            assert [y.stride() for y in compiled(x)] == [y.stride() for y in model(x)]
+    kind = "sum_norm" if by_hand and not alone else "norm"  # torch's result is contiguous
+    assert found(rewriting)[kind] == 2 and not rewriting.stays()
+
+
 def scores_of(q, k):
     return q @ k.mT / 3
 

@@ -74,9 +74,9 @@ def feed_forward(history: History, node: fx.Node) -> Match | None:
     if not is_tensor(hidden) or not _are_inside([*dropouts, hidden], node):
         return None
     found = _activation(hidden)
-    first = None if found is None else found[1].input
-    if found is None or name(first) != layer:
+    if found is None or name(found[1].input) != layer:
         return None
+    first = found[1].input
     if layer == "conv1d":
         if _is_pointwise(first):
             raise Stays("its linear layers are convolutions; the op takes those of nn.Linear")

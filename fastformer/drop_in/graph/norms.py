@@ -69,13 +69,33 @@ def norm(history: History, node: fx.Node) -> Match | None:
     match = _sum_and_norm(history, node, found, emit)
     if match is not None:
         return match
-    x, options = found.input, {"unbiased": True} if found.unbiased else {}
-    x = x if found.place == -1 else emit(torch.movedim, x, found.place, -1)
+    options = {"unbiased": True} if found.unbiased else {}
+    order = _order(node, found)
+    x = _permuted(emit, found.input, order)
     op = functional.rms_norm if found.is_rms else functional.layer_norm
     given = (found.weight,) if found.is_rms else (found.weight, found.bias)
     new = emit(op, x, [*tensor(x).shape[-found.rank :]], *given, found.eps, **options)
-    new = new if found.place == -1 else emit(torch.movedim, new, -1, found.place)
-    return op.__name__, fitting(emit, new, node), found.nodes
+    return op.__name__, fitting(emit, _permuted(emit, new, _inverse(order)), node), found.nodes
+
+
+def _order(node: fx.Node, found: Norm) -> list[int]:
+    """Return the dimensions as the op takes them: those of the norm last, and the others as they
+    lie in the memory of its result, which then needs no copy.
+    """
+    n, stride = tensor(node).dim(), tensor(node).stride()
+    last = [*range(n - found.rank, n)] if found.place == -1 else [n + found.place]
+    others = [i for i in range(n) if i not in last]
+    if not tensor(node).is_contiguous():
+        others.sort(key=lambda i: stride[i], reverse=True)
+    return [*others, *last]
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(i) for i in range(len(order))]
+
+
+def _permuted(emit: Emitter, x: fx.Node, order: list[int]) -> fx.Node:
+    return x if order == sorted(order) else emit(torch.permute, x, order)
 
 
 def _row(emit: Emitter, found: Norm, row: fx.Node | None) -> fx.Node | None:
@@ -192,14 +212,22 @@ def _sum_and_norm(history: History, node: fx.Node, found: Norm, emit: Emitter) -
     if name(total) == "add_":
         total = _out_of_place(history, total)
         pattern = [*found.nodes, total, *pattern[len(found.nodes) + 1 :]]
-    given = branch, residual, found.weight
+    order = _order(node, found)
+    given = (*(_permuted(emit, x, order) for x in (branch, residual)), found.weight)
     if found.is_rms:
         both = emit(functional.dropout_add_rms_norm, *given, p, found.eps)
     else:
         options = {"unbiased": True} if found.unbiased else {}
         op = functional.dropout_add_layer_norm
         both = emit(op, *given, found.bias, p, found.eps, **options)
-    normed, summed = (emit(operator.getitem, both, i) for i in (0, 1))
+    parts = (emit(operator.getitem, both, i) for i in (0, 1))
+    normed, summed = (_permuted(emit, x, _inverse(order)) for x in parts)
+    try:
+        summed = fitting(emit, summed, total) if outside else summed
+    except Stays:  # the norm is contiguous, and the sum is not
+        if total is not found.input:
+            raise
+        return None
     normed = fitting(emit, normed, node)
     total.replace_all_uses_with(summed, outside.__contains__)
     return f"dropout_add_{'rms' if found.is_rms else 'layer'}_norm", normed, pattern

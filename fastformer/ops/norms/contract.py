@@ -139,8 +139,8 @@ def dropout_add_layer_norm(
         input_bias: a tensor with the shape of weight, of the input's dtype or float32, or None.
 
     Returns:
-        (normalized, residual_out), each with the shape and the dtype of the input, and with its own
-        gradient. The sum is rounded to that dtype before it is normalized.
+        (normalized, residual_out), each contiguous, with the shape and the dtype of the input, and
+        with its own gradient. The sum is rounded to that dtype before it is normalized.
 
     Raises:
         ValueError: shapes that do not fit, dropout_p outside [0, 1], unbiased=True over a single

@@ -124,10 +124,13 @@ def _dropout_add(
     p: float,
     seed: Tensor | None,
 ) -> Tensor:
-    """Return residual + dropout(input), where `shape` is that of one row."""
+    """Return residual + dropout(input), contiguous as from the kernels, where `shape` is that of one
+    row.
+    """
     if p and seed is None:
-        return residual + dropout(input, p)
-    return torch.add(residual, masked(input, shape, p, seed), alpha=dropout_scale(p))
+        return (residual + dropout(input, p)).contiguous()
+    total = torch.add(residual, masked(input, shape, p, seed), alpha=dropout_scale(p))
+    return total.contiguous()
 
 
 def masked(x: Tensor, shape: Sequence[int], p: float, seed: Tensor | None) -> Tensor:

@@ -124,9 +124,7 @@ def _dropout_add(
     p: float,
     seed: Tensor | None,
 ) -> Tensor:
-    """Return residual + dropout(input), contiguous as from the kernels, where `shape` is that of one
-    row.
-    """
+    """Return residual + dropout(input), contiguous as from the kernels. shape: that of one row."""
     if p and seed is None:
         return (residual + dropout(input, p)).contiguous()
     total = torch.add(residual, masked(input, shape, p, seed), alpha=dropout_scale(p))

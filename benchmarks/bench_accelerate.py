@@ -1,4 +1,9 @@
-"""nn.TransformerEncoder before and after accelerate: a training step, and inference.
+"""nn.TransformerEncoder and any model before and after accelerate: a training step, and inference.
+
+Any model: layers of Hugging Face's BERT, ViT and GPT-2 with eager attention, of d=768, and on a CPU
+of d=64. `torch` is the model as it is, `accelerate` the same after `accelerate`, `compile` after
+torch.compile, and `fusing` after torch.compile within `fusing`, whose pass puts the ops into
+inductor's graphs; a CPU compiles with --slow. On a CPU an accelerated model runs its own code.
 
 The encoder is that of the base model: 6 layers, d=512, h=8, post-norm, dropout 0.1. The batch has
 padding. `torch` is the encoder before `accelerate`; at inference it runs on torch's fast path, with
@@ -11,6 +16,7 @@ FLOPs: forward 2 for each weight and each token that is no padding, and attentio
 tokens; backward twice that.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -18,6 +24,7 @@ import torch
 from torch import nn
 
 import fastformer as ff
+from benchmarks.compiled_launches import stack
 from benchmarks.peers import BACKENDS, GPU, available, backend_of, backend_taken, check_agreement
 
 D_MODEL, HEADS, D_FF, P = 512, 8, 2048, 0.1
@@ -103,3 +110,47 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
         heads=HEADS,
         dropout_p=P if task == "training" else 0.0,
     )
+
+
+@pytest.mark.parametrize("provider", ["torch", "accelerate", "compile", "fusing"])
+@pytest.mark.parametrize("task", ["training", "inference"])
+@pytest.mark.parametrize("name", ["BERT", "ViT", "GPT-2"])
+def test_any_model(measure, device, dtype, name, task, provider, request):
+    pytest.importorskip("transformers")
+    if provider in ("compile", "fusing") and not (GPU or request.config.getoption("slow")):
+        pytest.skip("a CPU compiles with --slow")
+    sizes = (12, 768, 12, 8, 512) if GPU else (2, 64, 4, 8, 50)
+    torch.manual_seed(0)
+    model, given = stack(name, *sizes)
+    model = model.to(device).train(task == "training")
+    given = {n: torch.ones_like(x) if x.dtype == torch.bool else torch.randn_like(x)
+             for n, x in given.items()}  # fmt: skip
+    given = {n: x.to(device) for n, x in given.items()}
+    changed = copy.deepcopy(model)
+    if provider == "accelerate":
+        ff.accelerate(changed)
+    elif provider != "torch":
+        changed = torch.compile(changed, dynamic=False)
+
+    def run(called):
+        pass_of_ours = ff.fusing() if provider == "fusing" else contextlib.nullcontext()
+        with pass_of_ours, torch.autocast(device.type, dtype, enabled=GPU):
+            return called(**given).last_hidden_state
+
+    model.eval(), changed.eval()
+    with torch.no_grad():
+        check_agreement(provider, run(changed), run(model), 50 * torch.finfo(dtype).eps)
+    changed.train(task == "training")
+
+    def call():
+        with torch.set_grad_enabled(task == "training"):
+            out = run(changed)
+        if task == "training":
+            changed.zero_grad()
+            out.mean().backward()
+
+    layers, width, heads, batch, length = sizes
+    ours = GPU and provider in ("accelerate", "fusing")  # on a CPU its own code runs
+    backend = backend_taken("auto", device) if ours else None
+    facts = dict(layers=layers, d_model=width, heads=heads, batch=batch, length=length)
+    measure(call, group=f"{name}, any model, {layers} layers, {task}", backend=backend, **facts)

@@ -66,20 +66,25 @@ def table(counts: Counts) -> str:
     return "\n".join(markdown_table(head, rows))
 
 
-def _stack(layer: str, layers: int) -> tuple[Any, dict[str, Any]]:
-    """Make a stack of layers, and what it is called with."""
+def stack(
+    layer: str, layers: int, width: int = D, heads: int = H, batch: int = B, length: int = S
+) -> tuple[Any, dict[str, Any]]:
+    """Make a stack of layers of transformers, with eager attention, and what it is called with, on
+    the default device. A ViT has images of 224 x 224, or of length - 1 patches of 16 x 16.
+    """
     import torch
     import transformers as hf
 
-    d, h, f = (1024, 16, 2816) if layer == "Llama" else (D, H, 4 * D)
+    d, h, f = (1024, 16, 2816) if layer == "Llama" else (width, heads, 4 * width)
     own: Any = dict(num_hidden_layers=layers, hidden_size=d, num_attention_heads=h)
     own |= dict(intermediate_size=f, attn_implementation="eager")
     if layer == "ViT":
-        images = dict(pixel_values=torch.empty(B, 3, 224, 224))
-        return hf.ViTModel(hf.ViTConfig(**own), add_pooling_layer=False), images
-    given = dict(inputs_embeds=torch.empty(B, S, d))
+        side = 224 if length == S else 16 * round((length - 1) ** 0.5)
+        images = dict(pixel_values=torch.empty(batch, 3, side, side))
+        return hf.ViTModel(hf.ViTConfig(**own, image_size=side), add_pooling_layer=False), images
+    given = dict(inputs_embeds=torch.empty(batch, length, d))
     if layer == "BERT":
-        given["attention_mask"] = torch.ones(B, S, dtype=torch.bool)
+        given["attention_mask"] = torch.ones(batch, length, dtype=torch.bool)
         return hf.BertModel(hf.BertConfig(vocab_size=8, **own), add_pooling_layer=False), given
     kind = {"GPT-2": "GPT2", "Llama": "Llama"}[layer]
     config = getattr(hf, kind + "Config")(vocab_size=8, use_cache=False, **own)
@@ -249,7 +254,7 @@ def _count_stack(layer: str, provider: str, layers: int) -> Counter[str]:
     ):
         torch.set_default_dtype(torch.bfloat16)
         with mock.patch("transformers.PreTrainedModel.init_weights"):
-            model, given = _stack(layer, layers)
+            model, given = stack(layer, layers)
         torch.set_default_dtype(torch.float32)
         torch.compile(model.train(), backend=backend, fullgraph=True)(**given)
     return found

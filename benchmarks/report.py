@@ -31,7 +31,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # This package, and what is no peer. `usual` is the peer of `batch_invariant`, and `shipped` that of
 # `gluon`.
 OURS = ("auto", "reference", "triton", "packed", "read", "batch_invariant", "gluon")
-OURS += ("fastformer", "accelerate", "accelerated and compiled")
+OURS += ("fastformer", "accelerate", "accelerated and compiled", "fusing")
 CAPTURED = "CUDA graph"  # how a time on a GPU is taken, where it can be
 COLUMNS = ("ms", "TFLOP/s", "GB/s", "tokens/s", "MiB", "x torch", "x best", "roofline")
 LEGEND = [

@@ -216,6 +216,8 @@ def on_gpu() -> dict[str, list[Part]]:
         ("wide-norms", 60, "layer_norm", "widths.*" + having("4096", ".*layer_norm", PEERS)),
         ("divergence", 30, "cross_entropy", having("32768", "linear_kl_div", PEERS)),
         ("drop-in", 60, "transformers", having("GPT-2", "512", "torch|auto")),
+        ("any-model", 60, "accelerate", "any_model.*" + having("torch|accelerate")),
+        ("any-model-compiled", 120, "accelerate", "any_model.*" + having("compile|fusing")),
         ("first-call", 120, "first_call"),
         ("more-attention", 90, "attention", having("512|4096", MORE_CASES, PEERS)),
         ("more-flex", 90, "attention", having("4096", FLEX_CASES, "flex"), "--slow"),

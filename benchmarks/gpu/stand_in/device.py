@@ -274,10 +274,10 @@ def appear(folder: Path) -> None:
 
     from fastformer.dispatch import backends
 
-    original = backends._unsupported_reason
+    original = backends._unsupported_device
     stand_in.install(folder)
     _compile_once(folder)
-    backends._unsupported_reason = original  # the tensors are on a GPU
+    backends._unsupported_device = original  # the tensors are on a GPU
     Device().__enter__()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fastformer.drop_in.graph.axes import fitting, is_permute, permutation
+from fastformer.drop_in.graph.axes import fitting, is_permute, is_reshape, permutation
 from fastformer.drop_in.graph.nodes import (
     ELEMENTWISE,
     Emitter,
@@ -58,39 +58,77 @@ def _activation(node: Any) -> tuple[str, Region] | None:
     return None
 
 
+class _Linear(NamedTuple):
+    """A linear layer: its input, weight and bias. transposed: the weight is [in, out]."""
+
+    input: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    transposed: bool
+
+
+def _linear(node: Any) -> _Linear | None:
+    """Return the linear layer that a node computes: F.linear, or a product with a matrix, to which
+    addmm adds a row.
+    """
+    called = name(node)
+    if called == "linear" or _is_pointwise(node):
+        return _Linear(source(node), arg(node, 1, "weight"), arg(node, 2, "bias"), False)
+    given: Any = node.args if called in ("addmm", "matmul") and not node.kwargs else ()
+    if len(given) == 3 and tensor(given[0]).dim() == 1:
+        return _Linear(given[1], given[2], given[0], True)
+    if len(given) == 2 and tensor(given[0]).dim() > 2 and tensor(given[1]).dim() == 2:
+        return _Linear(given[0], given[1], None, True)
+    return None
+
+
 def feed_forward(history: History, node: fx.Node) -> Match | None:
     """Match Linear, activation, dropout, Linear, or the product of a gate before a Linear."""
     if left_to_torch(node):
         return None
     if name(node) == "mul":
         return _gated(history, node)
-    layer = name(node)
-    if layer != "linear" and not _is_pointwise(node):
+    second = _linear(node)
+    if second is None:
         return None
-    hidden, p, dropouts = source(node), 0.0, []
-    if is_dropout(hidden):
-        p, dropouts = dropped(hidden), [hidden]
+    hidden, p, between = second.input, 0.0, []
+    while is_dropout(hidden) or _keeps_last(hidden):
+        if is_dropout(hidden):
+            if p:
+                return None
+            p = dropped(hidden)
+        between.append(hidden)
         hidden = source(hidden)
-    if not is_tensor(hidden) or not _are_inside([*dropouts, hidden], node):
+    found = _activation(hidden) if is_tensor(hidden) else None
+    start: Any = None if found is None else found[1].input
+    while _keeps_last(start):
+        between.append(start)
+        start = source(start)
+    first = _linear(start)
+    if found is None or first is None or name(start) != name(node):
         return None
-    found = _activation(hidden)
-    if found is None or name(found[1].input) != layer:
-        return None
-    first = found[1].input
-    if layer == "conv1d":
-        if _is_pointwise(first):
-            raise Stays("its linear layers are convolutions; the op takes those of nn.Linear")
-        return None
-    pattern = [*dropouts, *found[1].nodes, first]
+    pattern = [*between, *found[1].nodes, start]
     if not _are_inside(pattern, node):
         return None
-    weights = [arg(x, i, key) for x in (first, node) for i, key in ((1, "weight"), (2, "bias"))]
-    reads = [x for x in (source(first), *weights) if x is not None]
+    if name(node) == "conv1d":
+        raise Stays("its linear layers are convolutions; the op takes those of nn.Linear")
+    reads = [x for x in (*first[:3], *second[1:3]) if x is not None]
     if not is_untouched(history, pattern, reads, node):
         raise Stays("what it reads is changed in place, or a region of autocast begins within it")
     emit = Emitter(history, node)
-    new = emit(functional.feed_forward, source(first), *weights, found[0], p)
+    weights = [
+        x for y in (first, second)
+        for x in (emit("t", y.weight) if y.transposed else y.weight, y.bias)
+    ]  # fmt: skip
+    new = emit(functional.feed_forward, first.input, *weights, found[0], p)
     return "feed_forward", fitting(emit, new, node), pattern
+
+
+def _keeps_last(node: Any) -> bool:
+    """Return whether a node is a view that keeps the last dimension."""
+    if not is_reshape(node):
+        return False
+    return same(tensor(node).shape[-1], tensor(source(node)).shape[-1])
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -217,7 +217,7 @@ class _TorchAttention(TorchFunctionMode):
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        # Tensors that depend on a product, and whether on a softmax of it.
+        # Tensors that depend on a product, and whether on a softmax of it, and its heads.
         self._products = WeakIdKeyDictionary()
 
     @contextmanager
@@ -254,19 +254,16 @@ class _TorchAttention(TorchFunctionMode):
         elif func is F.multi_head_attention_forward:
             self._recorder.record_own_attention()
         elif name in _PRODUCTS:
-            if any(found):
+            if any(softmax for softmax, _ in found):
                 self._recorder.record_own_attention()
-            found = [False]
+            found = [(False, out.shape[-3] if out.dim() > 3 else None)]
         elif name in _SOFTMAX and found:
-            found = [True]
-        if found and isinstance(out, Tensor) and (func is not F.linear or _mixes_heads(out, given)):
-            self._products[out] = any(found)
+            found = [(True, found[0][1])]
+        if func is F.linear:  # which may mix the heads of scores
+            found = [x for x in found if {y.shape[-1] for y in (out, *given)} == {x[1]}]
+        if found and isinstance(out, Tensor):
+            self._products[out] = max(found, key=lambda x: x[0])
         return out
-
-
-def _mixes_heads(out: Tensor, given: list[Tensor]) -> bool:
-    """Return whether a linear layer may mix the heads of scores: it is square, of 4-D tensors."""
-    return out.dim() > 3 and all(x.shape[-1] == out.shape[-1] for x in given)
 
 
 def name_pattern(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -77,7 +77,7 @@ def _find(name: str, module: nn.Module, in_list: bool) -> _Found:
         names: frozenset[str] = frozenset()
     else:
         names = _names(type(module))  # type: ignore[arg-type]
-    core, norm = _computes_core(module, names, not found.units), _computes_norm(module, names)
+    core, norm = _computes_core(module, names), _computes_norm(module, names)
     found.core, found.norm = found.core or core, found.norm or norm
     if found.stack or "forward" in module.__dict__:
         return found
@@ -92,30 +92,38 @@ def _find(name: str, module: nn.Module, in_list: bool) -> _Found:
 
 def _is_of_torch(module: nn.Module) -> bool:
     """Return whether the forward of a module is torch's."""
-    return _package(type(module).forward) == "torch"
+    return _package(inspect.getattr_static(type(module), "forward", None)) == "torch"
 
 
 def _package(x: Any) -> str:
     return (getattr(x, "__module__", None) or "").partition(".")[0]
 
 
-def _computes_core(module: nn.Module, names: frozenset[str], smallest: bool) -> bool:
-    """Return whether a module computes attention or a feed-forward layer. smallest: no module
-    within it does; then a module within it may be a linear layer with its activation.
-    """
+def _computes_core(module: nn.Module, names: frozenset[str]) -> bool:
+    """Return whether a module computes attention or a feed-forward layer."""
     if not names and not isinstance(module, nn.Sequential):
         return False
-    parts = [*_parts(module)]
-    if smallest:
-        for x in parts.copy():
-            if not _is_of_torch(x):
-                names, parts = names | _names(type(x)), [*parts, *_parts(x)]  # type: ignore[arg-type]
-    kinds = [type(x).__name__.lower() for x in parts]
+    kinds = [type(x).__name__.lower() for x in _parts(module)]
     if names & _ATTENTION or (names & _PRODUCTS and (names & _SOFTMAX or "softmax" in kinds)):
         return True
     used = {*names, *module._modules, *kinds}
-    activates = any(part in x for x in used for part in ("act", *_ACTIVATIONS))
-    return sum("linear" in x or x == "conv1d" for x in kinds) > 1 and activates
+    if sum("linear" in x or x == "conv1d" for x in kinds) > 1 and _activates(used):
+        return True
+    lists = [
+        x for x in (module, *module.children()) if isinstance(x, (nn.Sequential, nn.ModuleList))
+    ]
+    return any(nn.Linear in map(type, x) and any(map(_is_half, x)) for x in lists)
+
+
+def _activates(names: Iterable[str]) -> bool:
+    return any(part in x for x in names for part in ("act", *_ACTIVATIONS))
+
+
+def _is_half(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with its activation, as in diffusers."""
+    if _is_of_torch(module) or [type(x) for x in module.children()] != [nn.Linear]:
+        return False
+    return _activates(_names(type(module)))  # type: ignore[arg-type]
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -156,6 +156,9 @@ def test_which_modules_are_rewritten():
     alias._modules = {"first": alias.blocks[0].attention, **alias._modules}
     assert classes(alias) == {"blocks.0": "Block"}
     assert classes(Indexed()) == {"": "Indexed"}  # by super().forward
+    assert not classes(Recurrent())
+    scripted = nn.Sequential(torch.jit.script(nn.ReLU()), Attention())
+    assert classes(scripted) == {"1": "Attention"}
     custom = nn.TransformerEncoder(Block(), 2)
     assert classes(custom) == {"layers.0": "Block", "layers.1": "Block"}
     replaced = Model()
@@ -217,6 +220,19 @@ class Halves(nn.Module):
         return x
 
 
+class Recurrent(nn.Module):
+    """A loop over the tokens, which Dynamo would unroll."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = Half(), nn.Linear(24, D)
+
+    def forward(self, x):
+        for token in x.unbind(1):
+            x = x + self.cell(token)[:, None, :D]
+        return self.out(F.pad(x, (0, 8)))
+
+
 class Convolutions(nn.Module):
     def __init__(self):
         super().__init__()
@@ -232,10 +248,11 @@ def test_a_feed_forward_layer_of_convolutions_is_named():
     with ff.use_backend("reference"):
         compare(plain, fast, [x_of()])
     assert "second: feed_forward: its linear layers are convolutions" in str(report)
-    wide = Convolutions()
-    wide.first = nn.Conv1d(D, 24, 3, padding=1)  # no linear layer
-    with ff.use_backend("reference"):
-        assert "convolutions" not in str(ff.accelerate(wide, x_of()))
+    options = dict(kernel_size=3, padding=1), dict(kernel_size=1, groups=2)
+    for given in (*options, dict(kernel_size=1, stride=2), dict(kernel_size=1, padding=2)):
+        model = Convolutions()
+        model.first = nn.Conv1d(D, 24, **given)  # no linear layer
+        assert "convolutions" not in str(ff.accelerate(model, x_of()))
 
 
 @pytest.mark.parametrize(
@@ -349,7 +366,8 @@ def test_explain_names_attention_that_stays():
         def forward(self, x):
             return router((x @ x.mT) @ x).mT @ x
 
-    assert ff.explain(Routed(), x_of()).rows == ()
+    for x in (x_of(), x_of()[:, None]):
+        assert ff.explain(Routed(), x).rows == ()
 
 
 def test_a_name_that_the_replacement_needs():

@@ -133,7 +133,11 @@ def _keeps_last(node: Any) -> bool:
 
 def _is_pointwise(node: fx.Node) -> bool:
     """Return whether a node is a convolution of size 1, which is a linear layer."""
-    return name(node) == "conv1d" and same(tensor(arg(node, 1, "weight")).shape[-1], 1)
+    if name(node) != "conv1d" or not same(tensor(arg(node, 1, "weight")).shape[-1], 1):
+        return False
+    given = (arg(node, i, key, n) for i, key, n in ((3, "stride", 1), (4, "padding", 0)))
+    stride, padding = (x[0] if isinstance(x, (tuple, list)) else x for x in given)
+    return stride == 1 and padding in (0, "valid", "same") and arg(node, 6, "groups", 1) == 1
 
 
 def _are_inside(nodes: list[fx.Node], last: fx.Node) -> bool:

@@ -607,6 +607,16 @@ def worse(status, before):
     return BEST_FIRST.index(status) > BEST_FIRST.index(before)
 
 
+def lost(found, before):
+    """The attentions with which less is reached than before, or which are no longer compared."""
+    compared = {name: before[name] for name in {*found} & {*before} & {*ACCELERATED}}
+    return [
+        name for name, was in compared.items()
+        if not isinstance(was, str)
+        and (isinstance(found[name], str) or any(map(int.__lt__, found[name][0], was[0])))
+    ]  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types; all by default")
@@ -619,10 +629,11 @@ def main():
                 print(*row, sep="\t")
         return 0
     rows, bad = [], 0
-    before = committed() if DATA.exists() else {}
+    before = {row[0]: row for row in read_rows()} if DATA.exists() else {}
     for row in sweep(args.types or types()):
         rows.append(row)
-        bad += worse(row[1], before.get(row[0], row[1])) or row[1] in ("fails", "differs")
+        _, was, _, reached = before.get(row[0], row)
+        bad += worse(row[1], was) or row[1] in ("fails", "differs") or bool(lost(row[3], reached))
         print(json.dumps(row), flush=True)
     if args.write:
         import transformers

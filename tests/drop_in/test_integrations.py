@@ -1108,7 +1108,9 @@ def test_a_type_is_no_worse_than_the_table(kind):
     """`--slow` runs all of them."""
     status, note, reached = compare_models.check(kind, ["eager"])
     reason = f"{status}: {note}; {reached}"
-    assert not compare_models.worse(status, compare_models.committed()[kind]), reason
+    before = next(row for row in compare_models.read_rows() if row[0] == kind)
+    assert not compare_models.worse(status, before[1]), reason
+    assert not compare_models.lost(reached, before[3]), reason
 
 
 def broken(*args, **given):
@@ -1144,6 +1146,27 @@ def test_the_sweep_sees_what_is_wrong_in_accelerated_models(monkeypatch):
     monkeypatch.setattr(functional, "rms_norm", breaks)
     status, note, _ = compare_models.check("llama", ["eager"])
     assert (status, note) == ("fails", "accelerated, eager: RuntimeError: somewhere else")
+
+
+class Mixed(torch.nn.Linear):
+    """It computes in float32, too."""
+
+    def forward(self, x):
+        return super().forward((x.float() @ torch.ones(4, 4)).to(x.dtype))
+
+
+def test_the_bounds_of_the_sweep(monkeypatch):
+    """Where float64 meets numbers in float32; and a model whose float32 is far from its float64."""
+    model = Mixed(4, 4).double()
+    given = {"x": torch.randn(2, 4)}
+    ((outputs, _),) = compare_models.exactly(model, [("", given, None)])
+    assert outputs[0].dtype == torch.float64 and outputs[0].isfinite().all()
+    monkeypatch.setattr(compare_models, "exactly", lambda model, wanted: [([], [])] * len(wanted))
+    _, _, found = compare_models.check("bert", ["eager"])
+    assert found["eager"][2] == compare_models.WIDEST
+    assert compare_models.lost({"eager": "an error"}, found) == ["eager"]
+    assert compare_models.lost({"eager": ([9, 0, 9], "", 1.0)}, found) == ["eager"]
+    assert not compare_models.lost(found, found)
 
 
 def test_the_table_is_that_of_the_types():

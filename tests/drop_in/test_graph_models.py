@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graph_counts import count
 from graph_styles import STYLES
 from hugging_face_models import SMALL, build, candidates, randomize
@@ -348,3 +349,32 @@ def test_goals():
     for family, table in tables.items():
         cells = [f"{have} of {want}" for have, want in totals(table)]
         assert f"| {family} | {len(table)} | {' | '.join(cells)} |" in page, cells
+
+
+def attends(x):
+    weights = F.dropout((x @ x.mT).softmax(-1), 0.5).masked_fill(x.mean() > 9.0, 0.0)
+    return weights.flatten(0, 1).unflatten(0, (2, -1)) @ x
+
+
+def routes_to_the_best(x):
+    weights, chosen = x.softmax(-1).topk(2)
+    return x.gather(-1, chosen) * weights
+
+
+def routes_by_a_sum(x):
+    return (x.softmax(-1) * x).sum(-1)
+
+
+@pytest.mark.parametrize("function, attentions", [
+    (attends, 1), (routes_to_the_best, 0), (routes_by_a_sum, 0),
+])  # fmt: skip
+def test_a_router_of_experts_is_no_attention(function, attentions):
+    counts = Counter(), Counter()
+
+    def backend(gm, given):
+        for wanted, routers in zip(counts, (False, True)):
+            count(gm, wanted, routers)
+        return gm.forward
+
+    torch.compile(function, backend=backend)(torch.randn(2, 4, 4))
+    assert [x["attention"] for x in counts] == [attentions, 1]

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
 from fastformer.dispatch.front import autocast, front_door
-from fastformer.drop_in import explanation
 from fastformer.drop_in.replacements.base import record_torch, unsupported_tensor
 from fastformer.mask_tiles import BlockMask
 from fastformer.ops import functional
@@ -86,7 +85,7 @@ def _is_of_an_op() -> bool:
     if torch.compiler.is_compiling():  # then torch's function is in the graph, or the op
         return False
     frame: Any = sys._getframe(2)
-    while frame.f_globals.get("__name__") == explanation.__name__:  # its mode passes the call on
+    while frame.f_globals.get("__name__") == f"{__package__}.explanation":  # it passes the call on
         frame = frame.f_back
     return frame.f_globals.get("__name__", "").startswith("fastformer.ops.")
 

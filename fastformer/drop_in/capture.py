@@ -13,6 +13,11 @@ _numbers = itertools.count()
 WEIGHTS = "its weights are returned or stored, and computed beside the op"
 
 
+def at_line(text: str, line: str) -> str:
+    """Return a text with the line of code that it is about, which may not be known."""
+    return f"{text} ({line})" if line else text
+
+
 def captured(
     function: Callable[..., Any], backend: Any, attempt: Callable[[], None] = lambda: None
 ) -> Callable[..., Any]:

@@ -27,6 +27,8 @@ from fastformer.nn.attention import MultiHeadedAttention
 OWN_ATTENTION = "attention of its own; accelerate(model) rewrites what the ops compute"
 ON_A_CPU = 'torch runs it on a CPU with the backend "auto"'
 _ITS_CODE = 'the code of a rewritten module ran, as on a CPU with the backend "auto"'
+_NOT_REPLACED = "accelerate(model) has not replaced it"
+_OUTSIDE = "the model calls it outside of the module whose code is rewritten"
 DIRECT_CALL = "it calls F.scaled_dot_product_attention; accelerate and sdpa_override reach it"
 SUGGESTION = (
     "attn_implementation is {!r}; after register_transformers() "
@@ -114,6 +116,8 @@ class _Recorder:
         self._running: list[nn.Module] = []
         self._attended: list[int] = []
         self._handles: list[RemovableHandle] = []
+        rewritten = [x for x in model.modules() if isinstance(x, Rewritten)]
+        self._inside = {x for unit in rewritten for x in unit.modules()}
         self._mode = _TorchAttention(self)
         config = getattr(model, "config", None)
         self._hugging_face = hasattr(config, "_attn_implementation")
@@ -193,7 +197,7 @@ class _Recorder:
             return
         name, why = type(module).__name__, None
         if not isinstance(module, Accelerated) and isinstance(module, tuple(KINDS)):
-            why = self.own("accelerate(model) has not replaced it")
+            why = self.own(_OUTSIDE if module in self._inside else _NOT_REPLACED)
         elif self._hugging_face and "attention" in name.lower() and not self._attended[-1]:
             why = self.own(own_attention(module))
         if why is not None:

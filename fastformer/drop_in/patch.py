@@ -11,7 +11,7 @@ from torch import nn
 
 from fastformer.checks import require_flag, require_instance
 from fastformer.dispatch.state import current_backend, use_backend
-from fastformer.drop_in.capture import WEIGHTS
+from fastformer.drop_in.capture import WEIGHTS, at_line
 from fastformer.drop_in.explanation import ON_A_CPU, explain, name_pattern
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
@@ -268,7 +268,7 @@ class Report:
             same = Counter((name_pattern(name), why) for name, why in listed.items())
             lines += [f"  {name}: {why}{_times(n)}" for (name, why), n in same.items()]
         stays = Counter(
-            (name_pattern(f"{name}.{x.module}".strip(".")), f"{x.kind}: {_why(x)} ({x.line})")
+            (name_pattern(f"{name}.{x.module}".strip(".")), at_line(f"{x.kind}: {_why(x)}", x.line))
             for name, parts in rewritten.items()
             for x in parts
             if not x.op

@@ -68,7 +68,8 @@ def is_read(node, seen):
     for user in node.users.keys() - seen:
         seen.add(user)
         called = name(user).rstrip("_")
-        if called in PRODUCTS or (called not in ENDS and is_read(user, seen)):
+        ends = called in ENDS and not (called == "linear" and tensor(user).dim() > 3)  # of heads
+        if called in PRODUCTS or (not ends and is_read(user, seen)):
             return True
     return False
 

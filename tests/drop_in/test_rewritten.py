@@ -270,6 +270,56 @@ def test_functions_and_dicts(module, op):
     assert ops(report) == {op}
 
 
+class PreNorm(nn.Module):
+    """One class around layers of several kinds."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(D), layer
+
+    def forward(self, x):
+        return x + self.layer(self.norm(x))
+
+
+class TwoAttentions(Attention):
+    """One of them mixes its heads."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, D // H)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT
+        first = scores.softmax(-1) @ v
+        mixed = scores.softmax(-1).movedim(1, -1) @ torch.ones(H, H)
+        return self.out((first + mixed.movedim(-1, 1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_each_module_has_its_own_ops():
+    """Also those of one class; and what stays beside an op of the same kind is named."""
+    layers = Attention(), nn.Sequential(nn.Linear(D, 24), nn.GELU(), nn.Linear(24, D))
+    tanh = nn.Sequential(nn.Linear(D, 24), nn.Tanh(), nn.Linear(24, D))
+    plain, fast, report = pair(nn.Sequential(*map(PreNorm, (*layers, tanh, TwoAttentions()))))
+    with ff.use_backend("reference"):
+        compare(plain, fast, [x_of()])
+    found = [{x.op or x.reason for x in parts} for parts in report.rewritten.values()]
+    norm = "layer_norm"
+    assert found[:2] == [{norm, "scaled_dot_product_attention"}, {norm, "feed_forward"}]
+    assert found[2] == {norm, "feed_forward has no activation tanh"}
+    assert "scaled_dot_product_attention" in found[3] and len(found[3]) == 3
+    assert "capture.py" not in str(report) + str(ff.explain(fast, x_of()))
+
+
+def test_a_module_that_is_called_from_outside():
+    """Its own code runs there, as explain says."""
+
+    class Outside(Model):
+        def forward(self, x):
+            return super().forward(self.blocks[0].norm1(x))
+
+    _, fast, _ = pair(Outside())
+    with ff.use_backend("reference"):
+        row = ff.explain(fast, x_of()).rows[0]
+    assert row[:3] == ("blocks.0.norm1", "LayerNorm", "torch") and "outside" in row[3]
+
+
 def test_values_and_report(backend):
     plain, fast, report = pair()
     assert str(report).startswith("replaced: 4 modules\n")

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fastformer.dispatch import backends
-from fastformer.drop_in.capture import captured
+from fastformer.drop_in.capture import at_line, captured
 from fastformer.drop_in.graph.compile import (
     BESIDE_INDUCTOR,
     InductorPass,
@@ -72,7 +72,7 @@ def explain_compiled(
         with recording() as rewriting:
             rewrite_all(gm, kinds, keeps_weights)
         for place in reversed(rewriting.stays()):
-            why = f"{place.reason} ({place.line})"
+            why = at_line(place.reason, place.line)
             rows.append((module_of(place.node, names), place.kind, "torch", why))
         return _Runner(gm, rows, names).run
 
@@ -88,7 +88,7 @@ class _Runner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         def note(choice: backends.Choice) -> None:
-            why = f"{choice.reason} ({line_of(n)})"
+            why = at_line(choice.reason, line_of(n))
             self._rows.append((module_of(n, self._names), choice.op, choice.backend, why))
 
         with backends.observe(on_choice=note):

@@ -91,15 +91,10 @@ def feed_forward(history: History, node: fx.Node) -> Match | None:
     second = _linear(node)
     if second is None:
         return None
-    hidden, p, between = second.input, 0.0, []
-    while is_dropout(hidden) or _keeps_last(hidden):
-        if is_dropout(hidden):
-            if p:
-                return None
-            p = dropped(hidden)
-        between.append(hidden)
-        hidden = source(hidden)
+    hidden, p, between = _before_dropout(second.input)
     found = _activation(hidden) if is_tensor(hidden) else None
+    if found is None and _is_unknown(hidden, node):
+        raise Stays(f"feed_forward has no activation {name(hidden)}")
     start: Any = None if found is None else found[1].input
     while _keeps_last(start):
         between.append(start)
@@ -122,6 +117,23 @@ def feed_forward(history: History, node: fx.Node) -> Match | None:
     ]  # fmt: skip
     new = emit(functional.feed_forward, first.input, *weights, found[0], p)
     return "feed_forward", fitting(emit, new, node), pattern
+
+
+def _before_dropout(node: Any) -> tuple[Any, float, list[fx.Node]]:
+    """Return what a node is before dropout and views, the probability, and the nodes of these."""
+    p, nodes = 0.0, []
+    while _keeps_last(node) or (is_dropout(node) and not p):
+        p = dropped(node) if is_dropout(node) else p
+        nodes.append(node)
+        node = source(node)
+    return node, p, nodes
+
+
+def _is_unknown(node: Any, last: fx.Node) -> bool:
+    """Return whether a node is a function of one linear layer alone, before another one."""
+    if len(node.all_input_nodes) != 1 or name(node) not in ELEMENTWISE or is_cast(node):
+        return False
+    return _linear(source(node)) is not None and _are_inside([node, source(node)], last)
 
 
 def _keeps_last(node: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
+from fastformer.drop_in import capture
 from fastformer.drop_in.capture import WEIGHTS
 from fastformer.drop_in.graph.axes import product
 from fastformer.drop_in.graph.fused_attention import fused_attention
@@ -74,7 +75,7 @@ def _record(kind: str, op: str, reason: str, node: fx.Node) -> None:
 def line_of(node: fx.Node) -> str:
     """Return the line of code that a node comes from, as file:line."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(found[-1]) if found else ""
+    return next((":".join(x) for x in reversed(found) if x[0] != capture.__file__), "")
 
 
 def module_of(node: fx.Node, names: set[str]) -> str:

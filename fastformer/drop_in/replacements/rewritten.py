@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from fastformer.dispatch.backends import prefers_kernels
 from fastformer.dispatch.state import current_backend, is_transformed
-from fastformer.drop_in.capture import WEIGHTS, captured, own_code
+from fastformer.drop_in.capture import captured, own_code
 from fastformer.drop_in.replacements import base
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ class Rewritten(base.AnySignature):
 
 
 class Captures(dict[Any, "Capture"]):
-    """What a module has captured, by state. shared: what modules of its class share. explained:
-    what the rewriter did within `explain`. Copies of a module begin anew.
+    """What a module has captured, by state. shared: what modules like it share. explained: what the
+    rewriter did within `explain`. Copies of a module begin anew.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -129,9 +129,7 @@ class Captures(dict[Any, "Capture"]):
     def parts(self) -> list[Part]:
         """Return what the rewriter did."""
         found = [x for parts in (self.explained, *(c.parts for c in self.values())) for x in parts]
-        fused = {(x.module, x.kind) for x in found if x.op}
-        stays = (x for x in found if x.op or x.reason == WEIGHTS or (x.module, x.kind) not in fused)
-        return [*dict.fromkeys(stays)]
+        return [*dict.fromkeys(found)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
         return Captures(copy.deepcopy(self.shared, memo))
@@ -151,11 +149,15 @@ class Shared(dict[Any, "Capture"]):
 
 
 def share(modules: list[nn.Module]) -> None:
-    """Let those of these modules that are rewritten share what they capture, class by class."""
-    shared: dict[type, Shared] = {}
+    """Let those of these modules that are rewritten, and are built alike, share what they capture:
+    modules of one class with submodules and parameters of the same classes and sizes.
+    """
+    shared: dict[Any, Shared] = {}
     for module in modules:
         if isinstance(module, Rewritten):
-            own = shared.setdefault(type(module), Shared())
+            classes = tuple((name, type(x)) for name, x in module.named_modules())
+            sizes = tuple((name, x.shape) for name, x in module.named_parameters())
+            own = shared.setdefault((classes, sizes), Shared())
             module.__dict__["_captures"] = Captures(own)
 
 

@@ -305,6 +305,8 @@ def test_each_module_has_its_own_ops():
     assert found[2] == {norm, "feed_forward has no activation tanh"}
     assert "scaled_dot_product_attention" in found[3] and len(found[3]) == 3
     assert "capture.py" not in str(report) + str(ff.explain(fast, x_of()))
+    lazy = nn.Sequential(nn.LayerNorm(D), nn.LazyLinear(24), nn.ReLU(), nn.Linear(24, D))
+    assert ff.accelerate(lazy).replaced == {"": "Sequential"}
 
 
 def test_a_module_that_is_called_from_outside():

@@ -47,6 +47,10 @@ _ACTIVATIONS: dict[Any, Any] = {
     "relu2": lambda: torch.relu(_POINTS) ** 2,
     "sigmoid": lambda: torch.sigmoid(_POINTS),
 }
+_OTHERS = {
+    *("tanh", "elu", "celu", "selu", "leaky_relu", "mish", "softplus", "hardswish", "hardtanh"),
+    *("relu6", "hardsigmoid", "logsigmoid", "prelu"),
+}
 
 
 def _activation(node: Any) -> tuple[str, Region] | None:
@@ -130,10 +134,10 @@ def _before_dropout(node: Any) -> tuple[Any, float, list[fx.Node]]:
 
 
 def _is_unknown(node: Any, last: fx.Node) -> bool:
-    """Return whether a node is a function of one linear layer alone, before another one."""
-    if len(node.all_input_nodes) != 1 or name(node) not in ELEMENTWISE or is_cast(node):
+    """Return whether a node is an activation that the op has not, after a linear layer."""
+    if name(node).rstrip("_") not in _OTHERS or _linear(source(node)) is None:
         return False
-    return _linear(source(node)) is not None and _are_inside([node, source(node)], last)
+    return _are_inside([node, source(node)], last)
 
 
 def _keeps_last(node: Any) -> bool:

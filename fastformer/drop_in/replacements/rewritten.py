@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fastformer.dispatch.backends import prefers_kernels
@@ -156,7 +157,7 @@ def share(modules: list[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, Rewritten):
             classes = tuple((name, type(x)) for name, x in module.named_modules())
-            sizes = tuple((name, x.shape) for name, x in module.named_parameters())
+            sizes = tuple(x.shape for x in module.parameters() if not is_lazy(x))
             own = shared.setdefault((classes, sizes), Shared())
             module.__dict__["_captures"] = Captures(own)
 

@@ -579,10 +579,11 @@ def accelerated(rows):
     return f"""`ff.accelerate(model)` was compared in {len(compared)} of the {built} types that can
 be built, by each attention that they have, in float32 and under `ff.use_backend("reference")`: the
 outputs and all gradients, without padding and with it, equal those of the same model as it was, to
-the same bound. Where its own float32 differs from float64 by more than a tenth of that, the bound is
-ten times this difference, at most {WIDEST:.0e}: in {wide} types, for which the data name it. With eager
-attention the loss and the tokens of `generate()` are equal, too. `ff.restore(model)` gives every module its
-class back. Reached of what is in the graphs of the plain model, in these types together:
+the same bound. Where its own float32 differs from float64 by more than a tenth of that, the bound
+is ten times this difference, at most {WIDEST:.0e}: in {wide} types, for which the data name it.
+With eager attention the loss and the tokens of `generate()` are equal, too. `ff.restore(model)`
+gives every module its class back. Reached of what is in the graphs of the plain model, in these
+types together:
 
 | attention | types | attentions | norms | feed-forward layers |
 |---|---|---|---|---|

@@ -22,7 +22,7 @@ from fastformer.drop_in.replacements.base import Accelerated
 _ATTENTION = {
     *("scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"),
 }
-_SOFTMAX = {"softmax", "_softmax"}
+_SOFTMAX = {"softmax", "_softmax", "Softmax"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 _SIGNS = {"BINARY_ADD": "+", "INPLACE_ADD": "+", "BINARY_MATRIX_MULTIPLY": "@"}  # Python 3.10
 _NORMS = {"layer_norm", "rms_norm", "normalize"}

@@ -100,7 +100,7 @@ def feed_forward(history: History, node: fx.Node) -> Match | None:
     if found is None and _is_unknown(hidden, node):
         raise Stays(f"feed_forward has no activation {name(hidden)}")
     start: Any = None if found is None else found[1].input
-    while _keeps_last(start):
+    while _keeps_last(start) or (is_dropout(start) and not dropped(start)):
         between.append(start)
         start = source(start)
     first = _linear(start)

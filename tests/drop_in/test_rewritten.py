@@ -233,6 +233,26 @@ class Recurrent(nn.Module):
         return self.out(F.pad(x, (0, 8)))
 
 
+class Conv1D(nn.Module):
+    """A linear layer as in GPT-2: its weight is [in, out]; here it is square."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(D, D) / 4), nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, D), self.weight).view(x.shape)
+
+
+class Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Conv1D(), Conv1D()
+
+    def forward(self, x):
+        return self.second(F.gelu(self.first(x)))
+
+
 class Made(nn.Module):
     """It makes its softmax in each call, and drops nothing before the activation."""
 
@@ -272,6 +292,7 @@ def test_a_feed_forward_layer_of_convolutions_is_named():
     "module, op",
     [
         *((Dict, "feed_forward"), (Halves, "feed_forward"), (Pool, "multi")),
+        (Products, "feed_forward"),
         (Made, "scaled_dot_product_attention feed_forward"),
     ],
 )

@@ -35,7 +35,7 @@ MODELS = {
     "Qwen3": (Tiny("Qwen3", **SIZES, **GROUPED), DECODER | dict(rms_norm=7)),
     "Gemma 3": (
         Tiny("Gemma3Text", **SIZES, **GROUPED, query_pre_attn_scalar=8),
-        DECODER | dict(rms_norm=9),
+        DECODER | dict(rms_norm=11),  # with the two sums, all 13 of the model
     ),
     "Mistral": (Tiny("Mistral", **SIZES, **GROUPED), DECODER),
     "Phi 3": (Tiny("Phi3", **SIZES), DECODER),

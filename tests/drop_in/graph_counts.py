@@ -2,11 +2,14 @@
 
 attention     a softmax, or torch's own attention; with routers=False a softmax counts only if a
               product reads it, unlike that of a router of experts
-norm          layer_norm and rms_norm, or by hand: a root in two dimensions or more, or
-              `normalize` with a factor (without one it is a unit length, no root of a mean)
+norm          layer_norm and rms_norm, or by hand: the root of a mean, in two dimensions or more
+              (the root of running statistics is no norm), or `normalize` with the factor
+              sqrt(d) (without it the length is one)
 feed_forward  an activation between two linear layers, also as the gate of a product; products
               with a matrix (matmul, addmm) count as linear, convolutions do not
 """
+
+import math
 
 from torch import fx
 
@@ -18,7 +21,8 @@ ENDS = {  # of the weights: choices of experts, and sums of what was multiplied 
     *("topk", "sort", "argmax", "max", "gather", "scatter"),
     *("add", "iadd", "sum", "mean", "index_add", "linear"),
 }
-ROOTS = {"sqrt", "rsqrt", "std", "norm", "linalg_norm", "vector_norm"}
+SUMS = {"mean", "sum", "var", "var_mean", "std", "norm", "linalg_norm", "vector_norm"}
+ROOTS = {"sqrt", "rsqrt"} | (SUMS - {"mean", "sum", "var", "var_mean"})  # or with a root within
 ACTIVATIONS = {
     *("relu", "gelu", "silu", "sigmoid", "tanh", "erf", "elu", "leaky_relu", "mish", "softplus"),
     *("hardswish", "hardtanh", "relu6", "autograd_function_apply"),
@@ -78,9 +82,18 @@ def is_norm(node):
     called = name(node)
     if called == "normalize":
         factors = (x for user in node.users if name(user) == "mul" for x in user.args)
-        return any(number(x) is not None for x in factors)
-    by_hand = called in ROOTS and is_tensor(node) and tensor(node).dim() > 1
+        root = math.sqrt(tensor(node).shape[arg(node, 2, "dim", 1)])
+        return any(math.isclose(number(x) or 0, root) for x in factors)
+    by_hand = called in ROOTS and is_tensor(node) and tensor(node).dim() > 1 and is_of_a_sum(node)
     return called in ("layer_norm", "rms_norm") or by_hand
+
+
+def is_of_a_sum(node, depth=8):
+    """Whether a node is a sum, a mean or a variance, or is computed of one element by element."""
+    if not isinstance(node, fx.Node):
+        return False
+    given = node.all_input_nodes if name(node) in ROOTS | PASSES or is_cast(node) else ()
+    return name(node) in SUMS or (depth > 0 and any(is_of_a_sum(x, depth - 1) for x in given))
 
 
 def count(gm, wanted, routers=True):

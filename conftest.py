@@ -244,6 +244,15 @@ def device():
     return DEVICE
 
 
+@pytest.fixture
+def on_the_ops():
+    """Accelerated modules call the ops on a CPU, too, where "auto" leaves them to torch."""
+    from fastformer import use_backend
+
+    with use_backend("auto" if HAS_GPU else "reference"):
+        yield
+
+
 @pytest.fixture(params=["reference", "triton"])
 def backend(request):
     """Runs the test under each backend; on a CPU `triton` is the interpreter."""

@@ -20,13 +20,11 @@ from fastformer.checks import require_instance
 from fastformer.dispatch import backends
 from fastformer.drop_in.capture import own_code
 from fastformer.drop_in.replacements import KINDS
-from fastformer.drop_in.replacements.base import Accelerated, running
+from fastformer.drop_in.replacements.base import ON_A_CPU, Accelerated, running
 from fastformer.drop_in.replacements.rewritten import Rewritten, parts_of
 from fastformer.nn.attention import MultiHeadedAttention
 
 OWN_ATTENTION = "attention of its own; accelerate(model) rewrites what the ops compute"
-ON_A_CPU = 'torch runs it on a CPU with the backend "auto"'
-_ITS_CODE = 'the code of a rewritten module ran, as on a CPU with the backend "auto"'
 _NOT_REPLACED = "accelerate(model) has not replaced it"
 _OUTSIDE = "the model calls it outside of the module whose code is rewritten"
 DIRECT_CALL = "it calls F.scaled_dot_product_attention; accelerate and sdpa_override reach it"
@@ -107,7 +105,7 @@ class _Recorder:
 
     rows: the rows of an `Explanation`. _running: the modules whose forward is running, the
     innermost last. _attended: for each of these modules, how many attention calls ran in it, on any
-    backend.
+    backend. _whole: those that torch runs as a whole.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -115,6 +113,7 @@ class _Recorder:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[nn.Module] = []
         self._attended: list[int] = []
+        self._whole: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         rewritten = [x for x in model.modules() if isinstance(x, Rewritten)]
         self._inside = {x for unit in rewritten for x in unit.modules()}
@@ -129,7 +128,7 @@ class _Recorder:
         running.modules, running.explain = self._running, self._explain
         self._add_hooks()
         try:
-            with backends.observe(on_choice=self.record), self._mode:
+            with backends.observe(on_choice=self._choose), self._mode:
                 yield
         finally:
             running.modules, running.explain = previous
@@ -165,17 +164,22 @@ class _Recorder:
             self.record(backends.Choice(*rest), name)
         return out
 
+    def _choose(self, choice: backends.Choice) -> None:
+        """Add the row of a call. Within a module that torch runs as a whole, none follows."""
+        self.record(choice)
+        for module in self._running[-1:]:
+            whole = choice.reason == ON_A_CPU or isinstance(module, Rewritten)
+            self._whole += [module] if whole and choice.backend == "torch" else []
+
     def record(self, choice: backends.Choice, part: str = "") -> None:
         """Add a row. part: the name of a module within the running one."""
+        if self._whole:
+            return
         known = (self._names[id(m)] for m in reversed(self._running) if id(m) in self._names)
         name = ".".join(x for x in (next(known, ""), part) if x)
         self.rows.append((name, choice.op, choice.backend, choice.reason))
         if "attention" in choice.op.lower():
             self._attended[:] = [n + 1 for n in self._attended]
-
-    def own(self, advice: str, what: str = "") -> str:
-        """Return why the running module computes something by its own code."""
-        return what + _ITS_CODE if any(isinstance(x, Rewritten) for x in self._running) else advice
 
     def record_own_attention(self) -> None:
         """Record that the code of the running module has computed an attention."""
@@ -183,8 +187,7 @@ class _Recorder:
         known = MultiHeadedAttention, nn.MultiheadAttention  # which have rows of their own
         if module is None or isinstance(module, known):
             return
-        why = self.own(own_attention(module), "attention: ")
-        self.record(backends.Choice(type(module).__name__, "torch", why))
+        self.record(backends.Choice(type(module).__name__, "torch", own_attention(module)))
         self._attended[:] = [n + 1 for n in self._attended]
 
     def _enter(self, module: nn.Module, _: object) -> None:
@@ -197,11 +200,12 @@ class _Recorder:
             return
         name, why = type(module).__name__, None
         if not isinstance(module, Accelerated) and isinstance(module, tuple(KINDS)):
-            why = self.own(_OUTSIDE if module in self._inside else _NOT_REPLACED)
+            why = _OUTSIDE if module in self._inside else _NOT_REPLACED
         elif self._hugging_face and "attention" in name.lower() and not self._attended[-1]:
-            why = self.own(own_attention(module))
+            why = own_attention(module)
         if why is not None:
             self.record(backends.Choice(name, "torch", why))
+        self._whole = [x for x in self._whole if x is not module]
         self._running.pop()
         self._attended.pop()
 
@@ -253,7 +257,7 @@ class _TorchAttention(TorchFunctionMode):
         found = [self._products[x] for x in given if x in self._products]
         if func is F.scaled_dot_product_attention:
             theirs = caller == "transformers.integrations.sdpa_attention"
-            why = self._recorder.own(SUGGESTION.format("sdpa") if theirs else DIRECT_CALL)
+            why = SUGGESTION.format("sdpa") if theirs else DIRECT_CALL
             self._recorder.record(backends.Choice(op, "torch", why))
         elif func is F.multi_head_attention_forward:
             self._recorder.record_own_attention()

@@ -12,17 +12,12 @@ from torch import nn
 from fastformer.checks import require_flag, require_instance
 from fastformer.dispatch.state import current_backend, use_backend
 from fastformer.drop_in.capture import WEIGHTS, at_line
-from fastformer.drop_in.explanation import ON_A_CPU, explain, name_pattern
+from fastformer.drop_in.explanation import explain, name_pattern
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
-from fastformer.drop_in.replacements.base import STATE, Accelerated, class_for
+from fastformer.drop_in.replacements.base import STATE, Accelerated, class_for, is_on_a_cpu
 from fastformer.drop_in.replacements.layers import Layer
-from fastformer.drop_in.replacements.rewritten import (
-    Part,
-    Rewritten,
-    is_left_on_a_cpu,
-    share,
-)
+from fastformer.drop_in.replacements.rewritten import Part, Rewritten, share
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
 from fastformer.drop_in.replacements.transformers_loss import (
     FusedModelWithLoss,
@@ -148,7 +143,7 @@ def _name_attention(model: nn.Module, inputs: Any, named: Any, report: Report) -
     that have returned no weights need no note. On a CPU, too, rewritten modules show what is fused.
     """
     backend = current_backend()
-    if backend == "auto" and is_left_on_a_cpu(model):
+    if backend == "auto" and is_on_a_cpu(model):
         backend = "reference"
     with torch.no_grad(), torch.random.fork_rng(), use_backend(backend):
         rows = explain(model, *inputs, **named).rows
@@ -281,8 +276,9 @@ class Report:
                 fallbacks[name_pattern(name), why] += n
         lines += ["calls that did not run on the fused ops:"] if fallbacks else []
         lines += [f"  {name}: {why} (x {n})" for (name, why), n in fallbacks.items()]
-        if rewritten and any(is_left_on_a_cpu(self._modules[name]) for name in rewritten):
-            lines.append(f"rewritten modules on a CPU: {ON_A_CPU}")
+        losses = FusedModelWithLoss
+        if any(is_on_a_cpu(x) for x in self._modules.values() if not isinstance(x, losses)):
+            lines.append('on a CPU: torch runs these modules with the backend "auto"')
         return "\n".join(lines)
 
 

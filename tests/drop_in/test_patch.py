@@ -27,6 +27,7 @@ from fastformer.drop_in.replacements.base import running
 N, L, S, E, H = 2, 5, 7, 16, 2
 INF = float("-inf")
 pytestmark = [
+    pytest.mark.usefixtures("on_the_ops"),
     pytest.mark.filterwarnings("ignore:Support for mismatched"),  # torch's, of a float and a bool
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested"),
@@ -572,8 +573,7 @@ def test_padding_at_inference_is_as_torch_has_it(name, device):
         same(have[seen], want[seen], 1e-4)
         if name == "aligned":
             zeros = not training and (frozen or not grad)
-            packed = zeros and (grad or device.type != "cpu")  # else torch's op runs
-            assert ("packed_attention" in ran) == packed
+            assert ("packed_attention" in ran) == zeros
             assert have[padding].eq(0).all() == zeros
 
 
@@ -680,35 +680,44 @@ def test_transformer_computes_padding_that_somebody_sees(device):
     assert not packed(encoder=identity)
 
 
-def test_inference_on_a_cpu_runs_torchs_layer():
-    """One op of torch's a layer, with its bits, where it computes the same; no NaN for a row
-    without keys, and a feed-forward of another class keeps its own forward.
+ON_A_CPU = 'torch runs it on a CPU with the backend "auto"'
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_on_a_cpu_torch_runs_its_own_layers(training):
+    """With the backend "auto", in place of the ops, whole: with torch's bits and its dropout.
+    `explain` has one row for all within it; a block mask, and drop_padding, want the ops.
     """
-    x = torch.randn(N, S, E)
-    left = short_padding("cpu")  # nested tensors hold this alone
-    right = padding_of("cpu", "left", (S, 5), S)
-    for options in ({}, {"norm_first": True}, {"activation": "gelu"}):
-        model = encoder("cpu", **options).eval()
-        original = copy.deepcopy(model)
-        ff.accelerate(model)
-        with torch.no_grad():
-            for padding in (None, left, right):
-                want = original(x, src_key_padding_mask=padding)
-                assert torch.equal(model(x, src_key_padding_mask=padding), want)
-                rows = ff.explain(model, x, src_key_padding_mask=padding).rows
-                assert [row[1:3] for row in rows[:2]] == [("TransformerEncoderLayer", "torch")] * 2
-                want = original.layers[0](x, src_key_padding_mask=padding)
-                assert torch.equal(model.layers[0](x, src_key_padding_mask=padding), want)
-            torch.backends.mha.set_fastpath_enabled(False)
-            assert "torch" not in {row[2] for row in ff.explain(model, x).rows}
-            torch.backends.mha.set_fastpath_enabled(True)
-            empty = torch.ones_like(left)
-            assert model(x, src_key_padding_mask=empty).isfinite().all()
-            model.layers[0].linear2.__class__ = Negated
-            for padding in (None, left, right):
-                with torch.enable_grad():
-                    want = model(x, src_key_padding_mask=padding)
-                same(model(x, src_key_padding_mask=padding)[~left], want[~left])
+    model = randomized(nn.Transformer(E, H, 1, 1, 24, 0.3, batch_first=True), "cpu").train(training)
+    original, report = copy.deepcopy(model), ff.accelerate(model)
+    src, tgt, padding = torch.randn(3, 24, E), torch.randn(3, L, E), padding_of("cpu")
+    calls = {
+        "": ((src, tgt), dict(src_key_padding_mask=padding)),
+        "encoder": ((src,), dict(src_key_padding_mask=padding)),
+        "encoder.layers.0": ((src,), {}),
+        "decoder.layers.0": ((tgt, src), {}),
+        "decoder.layers.0.multihead_attn": ((tgt, src, src), {}),
+        "encoder.norm": ((src,), {}),
+    }
+    for grad, (name, (args, given)) in itertools.product((True, False), calls.items()):
+        ours, theirs = model.get_submodule(name), original.get_submodule(name)
+        with use_backend("auto"), torch.set_grad_enabled(grad):
+            torch.manual_seed(1)
+            want = theirs(*args, **given)
+            torch.manual_seed(1)
+            torch.testing.assert_close(ours(*args, **given), want, rtol=0, atol=0)
+            rows = [row[1:] for row in ff.explain(ours, *args, **given).rows]
+            stacks = ["TransformerEncoder", "TransformerDecoder"]
+            names = stacks if name == "" else [type(theirs).__name__]
+            assert rows == [(x, "torch", ON_A_CPU) for x in names]
+        with use_backend("reference"):
+            assert {row[2] for row in ff.explain(ours, *args, **given).rows} == {"reference"}
+    assert str(report).endswith('on a CPU: torch runs these modules with the backend "auto"')
+    blocks = ff.BlockMask.causal(24, device="cpu")
+    with use_backend("auto"):
+        assert "scaled_dot_product_attention" in ops(model.encoder, src, blocks)
+        ff.accelerate(model, drop_padding=True)
+        assert "packed_attention" in ops(model.encoder, src, src_key_padding_mask=padding)
 
 
 def test_adapters_in_a_layer_are_called(device):
@@ -1158,7 +1167,8 @@ def test_explain_beside_other_threads(device):
     x = torch.randn(2, E, device=device)
 
     def thirty_times():
-        return [[row[:2] for row in ff.explain(model, x).rows] for _ in range(30)]
+        with use_backend("reference"):
+            return [[row[:2] for row in ff.explain(model, x).rows] for _ in range(30)]
 
     with ThreadPoolExecutor() as pool:
         found = pool.submit(thirty_times)

@@ -91,7 +91,8 @@ def test_backends_draw_the_same_masks(make):
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
-    assert not torch.allclose(outputs[0], model.eval()(*given), atol=0.1)
+    with use_backend("reference"):
+        assert not torch.allclose(outputs[0], model.eval()(*given), atol=0.1)
 
 
 def seeds_of(monkeypatch, model, given):

@@ -44,9 +44,11 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         need_weights = need_weights and self._returns_weights
+        options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if base.is_left_to_torch(self, query, attn_mask):
+            return self._original.forward(self, query, key, value, *options)
         reason = base.unsupported_tensor(query, key, value, key_padding_mask, attn_mask)
         reason = reason or self._unsupported_reason()
-        options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if reason is not None:
             return self._run_original(reason, query, key, value, *options)
         try:

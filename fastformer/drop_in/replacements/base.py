@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fastformer.dispatch import backends
+from fastformer.dispatch.state import current_backend
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.stream import Pair
 
@@ -157,6 +158,27 @@ def record_fallback(module: nn.Module, op: str, reason: str) -> None:
 def record_torch(op: str, reason: str) -> None:
     """Let `explain` record that torch ran `op` itself, and why."""
     backends.report(backends.Choice(op, "torch", reason))
+
+
+ON_A_CPU = 'torch runs it on a CPU with the backend "auto"'
+
+
+def is_left_to_torch(module: nn.Module, *given: Any) -> bool:
+    """Return whether the original forward of a module runs for these arguments: on a CPU with the
+    backend "auto", unless one of them is a block mask, which torch does not know.
+    """
+    left = current_backend() == "auto" and is_on_a_cpu(module, *given)
+    if not left or torch.compiler.is_compiling() or any(isinstance(x, BlockMask) for x in given):
+        return False
+    record_torch(type(module).__name__, ON_A_CPU)
+    return True
+
+
+def is_on_a_cpu(module: nn.Module, *given: Any) -> bool:
+    """Return whether the first tensor of the arguments is on a CPU, or without one a parameter."""
+    tensors = (x for x in itertools.chain(given, module.parameters()) if isinstance(x, Tensor))
+    x = next(tensors, None)
+    return x is None or x.is_cpu
 
 
 def sum_then_norm(norm: nn.Module, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:

@@ -14,17 +14,11 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from fastformer.dispatch import backends
-from fastformer.dispatch.state import is_transformed
 from fastformer.drop_in.replacements import base
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
-from fastformer.drop_in.replacements.norms import FusedLayerNorm
 from fastformer.nn.seeds import Seeds
 from fastformer.nn.stream import ResidualStream, apply_feed_forward, is_unmodified
-
-Masks = tuple[Tensor | None, ...]  # of a call: attention masks, then the paddings of keys
 
 
 class OnStream(base.Accelerated):
@@ -51,6 +45,8 @@ class OnStream(base.Accelerated):
         tensors and hints: the arguments of `forward`, in order. seeds: those of the model, from
         this module's on.
         """
+        if base.is_left_to_torch(self, *tensors):
+            return self._original.forward(self, *tensors, *hints)
         reason = base.unsupported_tensor(*tensors) or self._unsupported_reason()
         if reason is not None:
             return self._run_original(reason, *tensors, *hints)
@@ -164,67 +160,11 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         masks = (src_mask, src_key_padding_mask)
-        if is_left_to_torch(self, src, masks, is_causal) and self._is_plain(src):
-            why = "without gradients, on a CPU, torch has it as one op"
-            base.record_torch(type(self).__name__, why)
-            with torch._C.DisableTorchFunction():  # else torch runs no such op within `explain`
-                return nn.TransformerEncoderLayer.forward(self, src, None, src_key_padding_mask)
         return self._forward_on_stream((src, *masks), (is_causal,))
 
     def _context(self, src: Tensor, *given: Any) -> tuple[Visibility]:
         names = ("src_mask", "src_key_padding_mask")
         return (self.self_attn._visibility(src, src, src, *given, names),)
-
-    def _is_plain(self, x: Tensor) -> bool:
-        """Return whether torch's op for a full layer, which reads nothing but parameters, computes
-        what the submodules do with x [N, L, E].
-        """
-        parts: dict[str, Any] = self._modules  # a hot path
-        for part in parts.values():
-            if type(part) not in _PLAIN or part.training or "forward" in part.__dict__:
-                return False
-            if part._parameters.get("bias", part) is None:  # torch raises an error
-                return False
-        attention = parts["self_attn"]
-        return (
-            attention.batch_first
-            and attention.embed_dim == x.size(-1)
-            and not attention._appends_keys()
-            and op_activation(self.activation) in ("relu", "gelu")
-        )
-
-
-_PLAIN = {  # the classes of the submodules that torch's op computes
-    base.class_for(FusedMultiheadAttention, nn.MultiheadAttention),
-    base.class_for(FusedLayerNorm, nn.LayerNorm),
-    *(nn.Linear, nn.Dropout, nn.ReLU, nn.GELU),
-}
-
-
-def is_left_to_torch(module: nn.Module, x: Tensor, masks: Masks, is_causal: bool | None) -> bool:
-    """Return whether a call of an encoder, or of a layer, is left to torch, whose op for a full
-    layer is the fastest: at inference on a CPU, with no mask but padding that leaves each query a
-    key.
-    """
-    mask, padding = masks
-    return (
-        not (module.training or torch.is_grad_enabled() or is_causal)
-        and mask is None
-        and type(x) is Tensor
-        and x.is_cpu
-        and x.dim() == 3
-        and torch.backends.mha.get_fastpath_enabled()
-        and not torch.compiler.is_compiling()
-        and not (backends.prefers_kernels(x) or is_transformed() or forward_ad._current_level >= 0)
-        and (padding is None or (type(padding) is Tensor and _leaves_keys(padding, x)))
-    )
-
-
-def _leaves_keys(padding: Tensor, x: Tensor) -> bool:
-    """Return whether padding hides keys of x [N, L, E], but not all of a query."""
-    if padding.dtype != torch.bool:
-        return hasattr(padding, "leaves_keys")  # a mask that a stack has made, after this check
-    return padding.shape == x.shape[:2] and True not in padding.all(1).tolist()
 
 
 class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):

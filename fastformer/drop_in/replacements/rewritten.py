@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.nn.modules import module as _torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from fastformer.dispatch.backends import prefers_kernels
 from fastformer.dispatch.state import current_backend, is_transformed
 from fastformer.drop_in.capture import captured, own_code
 from fastformer.drop_in.replacements import base
@@ -66,7 +65,8 @@ class Rewritten(base.AnySignature):
         tracing = torch.compiler.is_dynamo_compiling()  # in this thread
         if tracing:
             _warn_of_compile()
-        if tracing or _is_left(self, args, kwargs):
+        left = tracing or base.is_left_to_torch(self, *args, *kwargs.values())
+        if left or _is_transformed():
             return self._original.forward(self, *args, **kwargs)
         explain = base.running.explain
         if _has_backward_hooks(self) or (any(_GLOBAL_HOOKS) and explain is None):
@@ -207,14 +207,8 @@ def parts_of(rewriting: Rewriting, names: set[str]) -> list[Part]:
     return [Part(module_of(x.node, names), x.kind, x.op, x.reason, x.line) for x in places]
 
 
-def _is_left(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Return whether the original forward runs: for what traces or transforms it, and where torch's
-    own functions stay.
-    """
-    if current_backend() == "auto":
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if is_left_on_a_cpu(module, next(given, None)):
-            return True
+def _is_transformed() -> bool:
+    """Return whether something traces or transforms the call, and is to find the original code."""
     return (
         forward_ad._current_level >= 0
         or is_transformed(by_autocast=False, by_modes=False)
@@ -245,14 +239,6 @@ def _warn_of_compile() -> bool:
 
 # torch.compiler.assume_constant_result sets the same, but imports dynamo.
 _warn_of_compile.__dict__["_dynamo_marked_constant"] = True
-
-
-def is_left_on_a_cpu(module: nn.Module, x: Tensor | None = None) -> bool:
-    """Return whether torch's own functions stay for an input x, by default one where the parameters
-    are.
-    """
-    x = next(module.parameters(), None) if x is None else x
-    return x is None or not prefers_kernels(x)
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

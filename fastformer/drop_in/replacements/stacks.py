@@ -8,7 +8,6 @@ Shapes: N batch, L queries, S keys, E features.
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -91,9 +90,8 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         those of the model, from this stack's on.
         """
         padding = src_key_padding_mask
-        if self._is_left_to_torch(src, mask, padding, is_causal):
-            with torch._C.DisableTorchFunction():  # else padding stays within `explain`
-                return nn.TransformerEncoder.forward(self, src, None, _added(padding, src))
+        if not self._drops_padding and base.is_left_to_torch(self, src, mask):
+            return self._original.forward(self, src, mask, padding, is_causal)
         reason = base.unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
         hidden = padding if self._drops_padding and src.dim() == 3 else None
@@ -122,18 +120,6 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             hidden = self._batch_as_given(hidden).unsqueeze(-1)
             stream.x = stream.value().masked_fill(hidden, 0.0)
         return self._stream_output(stream)
-
-    def _is_left_to_torch(
-        self, src: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool | None
-    ) -> bool:
-        """Return whether `is_left_to_torch`, and whether torch reads padding as the layers do."""
-        if not layers.is_left_to_torch(self, src, (mask, padding), is_causal):
-            return False
-        if padding is None:
-            return True
-        kind = layers.FusedTransformerEncoderLayer
-        plain = (isinstance(layer, kind) and layer._is_plain(src) for layer in self.layers)
-        return not self._drops_padding and all(plain)
 
     def _forward_packed(
         self, src: Tensor, packing: Packing, is_causal: bool, seeds: Seeds
@@ -185,15 +171,6 @@ def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
         return False  # an error that `_visibility` raises
     masked_out = True if mask.dtype == torch.bool else float("-inf")
     return may_decide(mask) and torch.equal(mask, torch.full_like(mask, masked_out).triu(1))
-
-
-def _added(padding: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return padding as the term of the scores that torch makes of it, with a mark."""
-    if padding is None:
-        return None
-    term = torch.zeros_like(padding, dtype=x.dtype).masked_fill_(padding, -math.inf)
-    term.leaves_keys = True  # type: ignore[attr-defined]
-    return term
 
 
 def _packing_worth_it(hidden: Tensor) -> Packing | None:

@@ -40,23 +40,21 @@ def accelerate(
 ) -> Report:
     """Run the modules of a PyTorch model on the ops of fastformer, in place.
 
-    It replaces nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
-    nn.TransformerEncoder and nn.TransformerDecoder (thus nn.Transformer), nn.LayerNorm, nn.RMSNorm
-    and subclasses that keep their forward. A Hugging Face model whose loss is the cross-entropy of
-    its logits computes it by `cross_entropy`.
+    It replaces nn.MultiheadAttention, the layers and stacks of nn.Transformer, nn.LayerNorm,
+    nn.RMSNorm and subclasses that keep their forward. A Hugging Face model whose loss is the
+    cross-entropy of its logits computes it by `cross_entropy`. Every other module whose code
+    computes attention, a norm or a feed-forward layer is rewritten, and so is the layer of a stack
+    that holds them: torch.compile's Dynamo captures its forward at its first call, and again where
+    a call differs (in training and evaluation, in another dtype), the rewriter of `InductorPass`
+    puts the ops into the graph, and the graph runs as it is.
 
-    Every other module whose code computes attention, a norm or a feed-forward layer is rewritten,
-    and so is the layer of a stack that holds them. torch.compile's Dynamo captures its forward at
-    its first call, and again where a call differs: in training and evaluation, in another dtype.
-    The rewriter of `InductorPass` puts the ops into the graph, which runs as it is. On a CPU with
-    the backend "auto" these modules run their own code: that is decided at each call.
-
-    Only the class of each module changes: parameters, buffers, hooks, state dict, signature and
-    defaults stay.
+    On a CPU with the backend "auto", torch runs all but the loss by its own code: each call decides
+    that. Only the class of each module changes: parameters, buffers, hooks, state dict, signature
+    and defaults stay.
 
     The outputs equal torch's at every position and in every mode, also at the padding: zeros where
-    torch's encoder converts to nested tensors at inference, the output of its layers otherwise.
-    The differences are:
+    torch's encoder converts to nested tensors at inference, the output of its layers otherwise. On
+    the ops, the differences are:
 
     - A query that sees no key has zero attention output (and the output projection then returns its
       bias) in every mode; torch gives NaN in some.
@@ -65,7 +63,8 @@ def accelerate(
     - Arguments that torch rejects raise a ValueError or a TypeError, where torch may raise others.
     - An output is contiguous; torch's may be a transposed view.
     - A layer whose submodules have hooks calls them one by one; a hook on all modules
-      (torch.nn.modules.module.register_module_forward_hook) does not see those that an op runs.
+      (torch.nn.modules.module.register_module_forward_hook) does not see those that an op runs. A
+      rewritten module with a backward hook on a module within it runs its own code.
     - The norms, gates and losses of Hugging Face's models round once, where theirs may round twice.
       The backward of that loss reads the logits: torch raises an error if they were changed.
     - Weights of attention that a rewritten module returns or stores are computed beside the op, so
@@ -73,9 +72,8 @@ def accelerate(
 
     torch.jit.script does not accept a replaced model: restore it first. torch.jit.trace and
     torch.fx record the original forwards, and torch.func transforms them. An outer torch.compile
-    captures the original forwards of rewritten modules: compile within `fusing`. A rewritten module
-    with a backward hook on a module within it runs its own code. The report does not count calls
-    inside a compiled model.
+    captures the original forwards of rewritten modules: compile within `fusing`. The report does
+    not count calls inside a compiled model.
 
     A second call replaces what was added since. An option that it is not given (None) stays as an
     earlier call set it; without one, need_weights is True and the others are False.
@@ -90,9 +88,9 @@ def accelerate(
             changes the output: at the padding the layers return zeros in every mode, and the final
             norm returns norm(0). Code that reads those positions sees the change: a decoder without
             memory_key_padding_mask, a mean over all positions, a loss that does not mask them out.
-            On a GPU each call synchronizes once. If False, padding is dropped only where nothing
-            can see it: where torch itself converts to nested tensors, and in an nn.Transformer
-            whose memory_key_padding_mask hides it from the decoder.
+            In an nn.Transformer, memory_key_padding_mask hides the padding from the decoder. On a
+            GPU each call synchronizes once. If False, padding is dropped only where torch itself
+            converts to nested tensors, at inference.
         need_weights: if False, nn.MultiheadAttention always runs on the fused op and returns
             (output, None), even if its caller asks for weights: for a model that discards the
             weights, as `self.attn(x, x, x)[0]` does. A rewritten module returns and stores None in

@@ -20,7 +20,6 @@ KINDS: dict[type[nn.Module], type[Accelerated]] = {
     nn.TransformerDecoderLayer: layers.FusedTransformerDecoderLayer,
     nn.TransformerEncoder: stacks.FusedTransformerEncoder,
     nn.TransformerDecoder: stacks.FusedTransformerDecoder,
-    nn.Transformer: stacks.FusedTransformer,
     nn.LayerNorm: norms.FusedLayerNorm,
     nn.RMSNorm: norms.FusedRMSNorm,
 }  # by the class that a kind replaces, with its subclasses

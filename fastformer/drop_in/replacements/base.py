@@ -34,6 +34,9 @@ class Accelerated(nn.Module):
     _kind: ClassVar[type[Accelerated]]
     _original: ClassVar[type[nn.Module]]
     _internal: ClassVar[tuple[str, ...]] = ("forward",)  # the original's methods that are bypassed
+    # The original's attributes that its class is made from, which may be patched meanwhile. With
+    # "forward" among them, the class keeps the signature, which tools like Trainer read.
+    _read: ClassVar[tuple[str, ...]] = ()
     _fallbacks: Counter[str]  # set on the instance at its first fallback
 
     def _run_original(self, reason: str, *args: Any, **kwargs: Any) -> Any:
@@ -59,27 +62,6 @@ class Accelerated(nn.Module):
         return _new_instance, (self._kind, self._original), *made[2:]
 
 
-class AnySignature(Accelerated):
-    """A kind that replaces classes whose forwards have different signatures, and keeps these."""
-
-    _read: ClassVar[tuple[str, ...]] = ("forward",)  # the original's attributes it is made from
-
-    @classmethod
-    def _members_for(cls, original: type[nn.Module]) -> dict[str, Any]:
-        """Return what the class that replaces `original` has of its own, by name."""
-
-        @functools.wraps(original.forward)  # which `inspect.signature` and tools like Trainer read
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return cls.forward(self, *args, **kwargs)
-
-        return {"forward": forward}
-
-    @classmethod
-    def _source(cls, original: type[nn.Module]) -> tuple[Any, ...]:
-        """Return what of `original` the members depend on: `original` may be patched meanwhile."""
-        return tuple(getattr(original, name, None) for name in cls._read)
-
-
 STATE = (  # what the replacements set on an instance
     *("_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits", "_keeps_weights"),
     "_captures",
@@ -90,8 +72,7 @@ _classes: dict[tuple[Any, ...], type[Accelerated]] = {}
 
 def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accelerated]:
     """Return the new class of modules of class `original` that `kind` replaces."""
-    source = kind._source(original) if issubclass(kind, AnySignature) else ()
-    key = kind, original, *source
+    key = kind, original, *(getattr(original, name, None) for name in kind._read)
     if key in _classes:
         return _classes[key]
     # The class keeps the name of the original, because tools recognize torch's modules by it.
@@ -100,10 +81,18 @@ def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accele
     names[_IGNORED] = [*getattr(original, _IGNORED, ()), *STATE]
     if hasattr(kind, "after_sum"):  # the residual stream looks it up in vars(type(norm))
         names["after_sum"] = kind.after_sum
-    if issubclass(kind, AnySignature):
-        names |= kind._members_for(original)
+    if "forward" in kind._read:
+        names["forward"] = _with_signature(kind, original.forward)
     made = type(original.__name__, (kind, original), names)
     return _classes.setdefault(key, made)
+
+
+def _with_signature(kind: type[Accelerated], original: Any) -> Any:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def _new_instance(kind: type[Accelerated], original: type[nn.Module]) -> nn.Module:

@@ -35,15 +35,10 @@ class OnStream(base.Accelerated):
         raise NotImplementedError
 
     def _forward_on_stream(
-        self,
-        tensors: tuple[Tensor | None, ...],
-        hints: tuple[bool | None, ...],
-        seeds: Seeds | None = None,
+        self, tensors: tuple[Tensor | None, ...], hints: tuple[bool | None, ...]
     ) -> Tensor:
         """Run on a stream whose initial value is tensors[0], or fall back to the original forward.
-
-        tensors and hints: the arguments of `forward`, in order. seeds: those of the model, from
-        this module's on.
+        tensors and hints: the arguments of `forward`, in order.
         """
         if base.is_left_to_torch(self, *tensors):
             return self._original.forward(self, *tensors, *hints)
@@ -55,7 +50,7 @@ class OnStream(base.Accelerated):
         except (TypeError, ValueError) as refusal:
             return self._run_original_or(refusal, *tensors, *hints)
         assert tensors[0] is not None
-        stream = ResidualStream(tensors[0], seeds or Seeds(self._sites), self._sites - 1)
+        stream = ResidualStream(tensors[0], Seeds(self._sites), self._sites - 1)
         self._through(stream, *context)
         return self._stream_output(stream)
 

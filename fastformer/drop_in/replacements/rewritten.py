@@ -53,11 +53,12 @@ class Part(NamedTuple):
     line: str
 
 
-class Rewritten(base.AnySignature):
+class Rewritten(base.Accelerated):
     """A module that runs its captured forward: one for each state of training, gradients and
     autocast, so that each has a limit of recompilations of its own.
     """
 
+    _read = ("forward",)
     _keeps_weights = True  # accelerate(need_weights=False) sets it to False
     _captures: Captures  # set on the instance by `share`, or at the first call
 

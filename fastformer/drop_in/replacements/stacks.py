@@ -1,4 +1,4 @@
-"""nn.TransformerEncoder, nn.TransformerDecoder and nn.Transformer on the ops.
+"""nn.TransformerEncoder and nn.TransformerDecoder on the ops.
 
 The layers run on one residual stream. An encoder also skips padding where nothing can see it: the
 tokens are packed before its layers, and padded after them.
@@ -82,18 +82,12 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
-        *,
-        _unseen: bool = False,
-        _seeds: Seeds | None = None,
     ) -> Tensor:
-        """Run the layers on one stream. _unseen: nothing reads the output at the padding. _seeds:
-        those of the model, from this stack's on.
-        """
         padding = src_key_padding_mask
         if not self._drops_padding and base.is_left_to_torch(self, src, mask):
             return self._original.forward(self, src, mask, padding, is_causal)
         reason = base.unsupported_tensor(src, mask, padding) or self._unsupported_reason()
-        # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
+        # [N, S], True at the padding, if the output there has to be zeros.
         hidden = padding if self._drops_padding and src.dim() == 3 else None
         hidden = None if hidden is None or hidden.dtype != torch.bool else hidden
         if reason is not None:
@@ -107,26 +101,22 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             return self._run_original_or(refusal, src, mask, padding, is_causal)
         if hidden is None and padding is not None:
             masked = padding if padding.dtype == torch.bool else padding != 0
-            if _unseen or self._converts_to_nested(src, mask, masked):
-                hidden = masked
-        seeds = _seeds or Seeds(self._sites)
+            hidden = masked if self._converts_to_nested(src, mask, masked) else None
         if hidden is not None and (mask is None or seen.is_causal) and not first._appends_keys():
             packing = _packing_worth_it(hidden)
             if packing is not None:
-                return self._forward_packed(src, packing, seen.is_causal, seeds)
-        stream = ResidualStream(src, seeds)
+                return self._forward_packed(src, packing, seen.is_causal)
+        stream = ResidualStream(src, Seeds(self._sites))
         self._through(stream, seen)
-        if hidden is not None and not _unseen:
+        if hidden is not None:
             hidden = self._batch_as_given(hidden).unsqueeze(-1)
             stream.x = stream.value().masked_fill(hidden, 0.0)
         return self._stream_output(stream)
 
-    def _forward_packed(
-        self, src: Tensor, packing: Packing, is_causal: bool, seeds: Seeds
-    ) -> Tensor:
+    def _forward_packed(self, src: Tensor, packing: Packing, is_causal: bool) -> Tensor:
         """Run the layers on the tokens of src [N, S, E] or [S, N, E] that are not padding."""
         tokens, _ = unpad(self._batch_as_given(src), packing)  # [tokens, E]
-        stream = ResidualStream(tokens, seeds)
+        stream = ResidualStream(tokens, Seeds(self._sites))
         self._through(stream, Visibility(is_causal=is_causal, packing=packing))
         x = pad(stream.value(), packing)  # [N, S, E], zeros at the padding
         stream.x = self._batch_as_given(x)
@@ -198,70 +188,11 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
-        *,
-        _seeds: Seeds | None = None,
     ) -> Tensor:
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
         hints = (tgt_is_causal, memory_is_causal)
-        return self._forward_on_stream((tgt, memory, *masks), hints, _seeds)
+        return self._forward_on_stream((tgt, memory, *masks), hints)
 
     def _context(self, *given: Any) -> tuple[Visibility, Tensor, Visibility]:
         *tensors, hint, of_memory = given
         return self.layers[0]._context(*tensors, _is_causal(tensors[2], hint), of_memory)
-
-
-class FusedTransformer(base.Accelerated, nn.Transformer):
-    def forward(
-        self,
-        src: Tensor,
-        tgt: Tensor,
-        src_mask: Tensor | None = None,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
-        src_is_causal: bool | None = None,
-        tgt_is_causal: bool | None = None,
-        memory_is_causal: bool = False,
-    ) -> Tensor:
-        """Call the original forward, or the two stacks with one draw of dropout seeds; the encoder
-        drops padding that the decoder masks out.
-        """
-        masks = (src_mask, tgt_mask, memory_mask)
-        paddings = (src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask)
-        hints = (src_is_causal, tgt_is_causal, memory_is_causal)
-        encoder, decoder = self.encoder, self.decoder
-        if not self._joins(encoder, decoder, src, tgt):
-            return self._original.forward(self, src, tgt, *masks, *paddings, *hints)
-        seeds = Seeds(encoder._sites + decoder._sites)
-        unseen = self._hides_padding(src, paddings[0], paddings[2])
-        unseen = unseen and decoder._unsupported_reason() is None
-        own = dict(_unseen=unseen, _seeds=seeds)
-        memory = encoder(src, src_mask, paddings[0], src_is_causal, **own)
-        rest = seeds.after(encoder._sites)
-        return decoder(tgt, memory, *masks[1:], *paddings[1:], *hints[1:], _seeds=rest)
-
-    def _joins(self, encoder: nn.Module, decoder: nn.Module, src: Tensor, tgt: Tensor) -> bool:
-        """Return whether both stacks are replaced, and the original forward calls them alone."""
-        replaced = isinstance(encoder, FusedTransformerEncoder) and is_unmodified(encoder, decoder)
-        if not replaced or not isinstance(decoder, FusedTransformerDecoder):
-            return False
-        batch = 0 if self.batch_first else 1
-        same = src.dim() != 3 or (tgt.dim() == 3 and src.shape[batch] == tgt.shape[batch])
-        return same and src.shape[-1] == tgt.shape[-1] == self.d_model
-
-    def _hides_padding(
-        self, src: Tensor, padding: Tensor | None, from_decoder: Tensor | None
-    ) -> bool:
-        """Return whether the decoder masks out all positions that are padding in the encoder.
-
-        padding: src_key_padding_mask; from_decoder: memory_key_padding_mask; both [N, S].
-        """
-        if padding is None or from_decoder is None or src.dim() != 3:
-            return False
-        if not padding.dtype == from_decoder.dtype == torch.bool or not may_decide(padding):
-            return False
-        if padding is from_decoder:
-            return True
-        return padding.shape == from_decoder.shape and not (padding & ~from_decoder).any()

@@ -24,7 +24,7 @@ from fastformer.ops import functional
 _LOSSES = "ForCausalLMLoss", "ForMaskedLMLoss"
 
 
-class FusedModelWithLoss(base.AnySignature):
+class FusedModelWithLoss(base.Accelerated):
     """A model that computes a loss of its logits by a function of transformers: `cross_entropy`
     computes it. If the model skips its logits, `linear_cross_entropy` does, of the hidden states.
     """

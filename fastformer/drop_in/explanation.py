@@ -154,7 +154,7 @@ class _Recorder:
         try:
             silent = backends.observe(on_choice=lambda choice: None)  # while a graph is rewritten
             with self._mode.off(), silent, recording() as rewriting:
-                given, keeps = (module, *args), module._keeps_weights
+                given, keeps = (module, *args), module._returns_weights
                 out, rows = explain_compiled(forward, names, KINDS, given, kwargs, keeps)
         finally:
             self._add_hooks()

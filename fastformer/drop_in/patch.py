@@ -170,15 +170,13 @@ def _set_options(
     for name, module in report._modules.items():
         if isinstance(module, FusedTransformerEncoder) and drop_padding is not None:
             module._drops_padding = drop_padding
-        if isinstance(module, Rewritten) and need_weights is not None:
-            if module._keeps_weights != need_weights:
+        if isinstance(module, (Rewritten, FusedMultiheadAttention)) and need_weights is not None:
+            if isinstance(module, Rewritten) and module._returns_weights != need_weights:
                 module._known().explained.clear()
-            module._keeps_weights = need_weights
-        if isinstance(module, FusedMultiheadAttention):
-            if need_weights is not None:
-                module._returns_weights = need_weights
-            if module._returns_weights and module not in in_layers:
-                report.notes[name] = NEEDS_WEIGHTS
+            module._returns_weights = need_weights
+        alone = isinstance(module, FusedMultiheadAttention) and module not in in_layers
+        if alone and module._returns_weights:
+            report.notes[name] = NEEDS_WEIGHTS
         if isinstance(module, FusedModelWithLoss):
             found, wanted = True, module._skips_logits if skip_logits is None else skip_logits
             reason = needs_logits(module) if wanted else None

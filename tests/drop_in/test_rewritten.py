@@ -880,7 +880,7 @@ def test_weights_that_are_stored():
         ff.accelerate(fast, need_weights=True)
         assert torch.allclose(fast(x, asked=True)[1], plain(x, asked=True)[1])
     ff.restore(fast)
-    assert type(fast) is Storing and "_keeps_weights" not in vars(fast)
+    assert type(fast) is Storing and "_returns_weights" not in vars(fast)
 
 
 def test_a_block_around_torchs_attention():

@@ -86,11 +86,9 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
             out = joint_attention("packed_attention", projected, {}, *packed, **options)
             out = out.flatten(-2)
         else:
-            rotation: dict[str, Any] | None = None if self._appends_keys() else {}
-            k, v, seen = self._with_appended_keys(k, v, seen)
             given = q, k, v, seen.attn_mask, p, seen.is_causal
             op, options = "scaled_dot_product_attention", dict(bias=seen.bias, dropout_seed=seed)
-            out = joint_attention(op, projected, rotation, *given, **options)
+            out = joint_attention(op, projected, {}, *given, **options)
             out = self._heads_last(out, query.dim() == 3)
         taken = stream is not None and stream.takes(self.out_proj.bias)
         return F.linear(out, self.out_proj.weight, None if taken else self.out_proj.bias)
@@ -101,7 +99,6 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         """Return the output, and the weights [N, H, L, S] after dropout, as torch does."""
         base.record_fallback(self, "MultiheadAttention", NEEDS_WEIGHTS)
         q, k, v = self._projected(query, key, value).parts()
-        k, v, seen = self._with_appended_keys(k, v, seen)
         weights = functional.attention_weights(q, k, seen.attn_mask, seen.is_causal, bias=seen.bias)
         weights = F.dropout(weights, self.dropout, self.training)
         out = self._heads_last(weights @ v.to(weights.dtype), query.dim() == 3)
@@ -112,11 +109,12 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
     def _unsupported_reason(self) -> str | None:
         if self.head_dim > MAX_HEAD_DIM:
             return f"the head dim is {self.head_dim}; the kernels take up to {MAX_HEAD_DIM}"
+        if self.bias_k is not None or self.add_zero_attn:
+            return "it appends keys (add_bias_kv, add_zero_attn)"
         packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
         return base.unsupported_weight(
             (packed, self.in_proj_bias),
             (self.k_proj_weight, self.v_proj_weight),
-            (self.bias_k, self.bias_v),
             (self.out_proj.weight, self.out_proj.bias),
         )
 
@@ -174,13 +172,11 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         scores = (batch, self.num_heads, query.shape[at], key.shape[at])  # [N, H, L, S]
         hidden_keys = _padding_of_scores(names[1], key_padding_mask, scores, batched)
         hidden = mask_of_scores(names[0], attn_mask, scores)
-        # is_causal does not cover appended keys (bias_k, add_zero_attn): use the mask itself then.
-        is_causal = is_causal and not self._appends_keys()
         visible, bias = joined_masks(None if is_causal else hidden, hidden_keys, query.dtype)
         if blocks is not None:
             if visible is not None:  # the padding
                 bias = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -math.inf)
-            return Visibility(blocks.dense() if self._appends_keys() else blocks, bias)
+            return Visibility(blocks, bias)
         return Visibility(visible, bias, is_causal)
 
     # ---------------------------------------------------------------------- queries, keys, values
@@ -231,27 +227,6 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         if not batched:
             return x.squeeze(0).transpose(0, 1).flatten(1)
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
-
-    def _appends_keys(self) -> bool:
-        return self.bias_k is not None or self.add_zero_attn
-
-    def _with_appended_keys(
-        self, k: Tensor, v: Tensor, seen: Visibility
-    ) -> tuple[Tensor, Tensor, Visibility]:
-        """Append bias_k and bias_v, and zeros, which every query sees, to k and v [N, H, S, D]."""
-        if not self._appends_keys():
-            return k, v, seen
-        ends: list[Any] = [] if self.bias_k is None else [(self.bias_k, self.bias_v)]
-        if self.add_zero_attn:
-            ends.append((k.new_zeros(1, 1, self.embed_dim),) * 2)
-        mask, bias = seen.attn_mask, seen.bias
-        for end in ends:
-            shape = (k.shape[0], self.num_heads, 1, self.head_dim)
-            last_k, last_v = (x.view(1, *shape[1:]).expand(shape) for x in end)
-            k, v = torch.cat([k, last_k.to(k.dtype)], 2), torch.cat([v, last_v.to(v.dtype)], 2)
-            mask = None if mask is None else F.pad(mask, (0, 1), value=True)
-            bias = None if bias is None else F.pad(bias, (0, 1))
-        return k, v, seen._replace(attn_mask=mask, bias=bias)
 
 
 class Visibility(NamedTuple):

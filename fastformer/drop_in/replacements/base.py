@@ -62,10 +62,8 @@ class Accelerated(nn.Module):
         return _new_instance, (self._kind, self._original), *made[2:]
 
 
-STATE = (  # what the replacements set on an instance
-    *("_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits", "_keeps_weights"),
-    "_captures",
-)
+# What the replacements set on an instance.
+STATE = "_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits", "_captures"
 _IGNORED = "__jit_ignored_attributes__"
 _classes: dict[tuple[Any, ...], type[Accelerated]] = {}
 

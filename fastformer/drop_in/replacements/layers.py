@@ -130,17 +130,19 @@ class Layer(OnStream):
         return attend
 
 
+_NAMES: dict[Any, str] = {  # of activations in `feed_forward`
+    **{f: "relu" for f in (F.relu, torch.relu, nn.ReLU)},
+    **{f: "silu" for f in (F.silu, nn.SiLU)},
+    F.gelu: "gelu",
+}
+
+
 def op_activation(function: Any) -> str | Callable[[Tensor], Tensor]:
     """Return the name of the activation in `feed_forward`, or the function if it has none there."""
-    if isinstance(function, nn.Module) and not is_unmodified(function):
-        return function
-    if function in (F.relu, torch.relu) or type(function) is nn.ReLU:
-        return "relu"
-    if function is F.silu or type(function) is nn.SiLU:
-        return "silu"
-    if type(function) is nn.GELU:
+    plain = isinstance(function, nn.Module) and is_unmodified(function)
+    if plain and type(function) is nn.GELU:
         return "gelu" if function.approximate == "none" else "gelu_tanh"
-    return "gelu" if function is F.gelu else function
+    return _NAMES.get(type(function) if plain else function, function)
 
 
 class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):

@@ -59,7 +59,7 @@ class Rewritten(base.Accelerated):
     """
 
     _read = ("forward",)
-    _keeps_weights = True  # accelerate(need_weights=False) sets it to False
+    _returns_weights = True  # accelerate(need_weights=False) sets it to False
     _captures: Captures  # set on the instance by `share`, or at the first call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ class Rewritten(base.Accelerated):
         dtypes = _autocast_dtypes() if _autocasts() else ()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         code = self._original.forward  # which may have been patched
-        state = code, self.training, modes, self._keeps_weights, dtypes
+        state = code, self.training, modes, self._returns_weights, dtypes
         captures = self._known()
         capture = captures.get(state)
         if capture is None:
@@ -175,7 +175,7 @@ class Capture:
         self.parts: list[Part] = []
         self.graphs = self.differ = self.attempts = self.missed = self.failures = 0
         self._names = {name for name, _ in module.named_modules()}
-        self._keeps_weights = module._keeps_weights
+        self._returns_weights = module._returns_weights
         forward = own_code(module._original.forward)
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ class Capture:
         from fastformer.drop_in.graph.rewriter import KINDS, recording, rewrite_all
 
         with recording() as rewriting:
-            rewrite_all(gm, KINDS, self._keeps_weights)
+            rewrite_all(gm, KINDS, self._returns_weights)
         self.parts += parts_of(rewriting, self._names)
         self.graphs += 1
         return gm.forward

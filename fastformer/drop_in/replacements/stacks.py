@@ -69,7 +69,7 @@ class Stack(layers.OnStream):
 def _mask_form(layer: layers.Layer, name: str) -> tuple[object, ...]:
     """Return what two layers must have in common to share the translated masks."""
     attention = getattr(layer, name)
-    return attention.batch_first, attention.num_heads, attention._appends_keys()
+    return attention.batch_first, attention.num_heads
 
 
 class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
@@ -102,7 +102,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         if hidden is None and padding is not None:
             masked = padding if padding.dtype == torch.bool else padding != 0
             hidden = masked if self._converts_to_nested(src, mask, masked) else None
-        if hidden is not None and (mask is None or seen.is_causal) and not first._appends_keys():
+        if hidden is not None and (mask is None or seen.is_causal):
             packing = _packing_worth_it(hidden)
             if packing is not None:
                 return self._forward_packed(src, packing, seen.is_causal)

@@ -112,23 +112,19 @@ class _Block(NamedTuple):
         return call.on([*others, added, sinks], self.attention, part=self.part)
 
 
+_OF_BLOCKS = (  # what a block has in its mask
+    *("key_lengths", "window", "alibi_slopes", "mask_spans", "mask_lists", "mask_bits"),
+    *("cu_seqlens_q", "cu_seqlens_k"),
+)
+
+
 def _blocks(call: _Call, query: Tensor, key: Tensor, bias: Tensor | None) -> Iterator[_Block]:
     attention, (q_length, k_length) = call.attention, (query.shape[2], key.shape[2])
     spans, lists, bits = attention.mask_spans, attention.mask_lists, attention.mask_bits
     assert spans is not None and lists is not None and bits is not None
     slots = tile_slots(spans, lists, q_length, k_length)
-    own = attention._replace(
-        is_causal=False,
-        key_lengths=None,
-        window=None,
-        causal_alignment="top_left",
-        alibi_slopes=None,
-        mask_spans=None,
-        mask_lists=None,
-        mask_bits=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-    )
+    none: dict[str, Any] = dict.fromkeys(_OF_BLOCKS)
+    own = attention._replace(is_causal=False, causal_alignment="top_left", **none)
     for t, visited in enumerate((slots != UNSEEN).flatten(0, 1).any(0)):
         rows = slice(t * ROWS, min(q_length, (t + 1) * ROWS))
         i = torch.arange(rows.start, rows.stop).view(-1, 1)

@@ -46,16 +46,16 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     the selected backend, and returns what each layer ran on: an `Explanation`, with rows of
     (module's name, op, backend, reason) in the order in which they ran. The backend is "triton",
     "reference", or "torch" if torch's own op ran, because `tune` has measured that it is the
-    fastest, or if the module's own forward ran. The rows name fastformer's ops,
-    the torch modules that `accelerate` would replace, direct calls of
-    F.scaled_dot_product_attention, and, by their class, the modules in which a softmax ran between
-    two products, and the attention layers of a Hugging Face model in which none of these ran.
+    fastest, or if the module's own forward ran. The rows name fastformer's ops, the modules that
+    torch runs as a whole, the torch modules that `accelerate` would replace, direct calls of
+    F.scaled_dot_product_attention, the modules in which a softmax ran between two products, and the
+    attention layers of a Hugging Face model in which none of these ran.
 
     For a model that torch.compile compiles with `inductor_pass`, `fusing` or one of the backends of
     fastformer, the rows are those of its graphs: the ops in them, each with the line of the model's
-    code that it replaces; what stays, why, and its line; and where Dynamo breaks the graph, which
-    costs a return to Python. The graphs are rewritten anew and run without inductor. For another
-    compiled model, the original model runs.
+    code that it replaces; what stays, and why; and where Dynamo breaks the graph, which costs a
+    return to Python. The graphs are rewritten anew and run without inductor. For another compiled
+    model, the original model runs.
 
     Raises:
         ValueError: target is a string that names no op.

@@ -34,9 +34,7 @@ class Accelerated(nn.Module):
     _kind: ClassVar[type[Accelerated]]
     _original: ClassVar[type[nn.Module]]
     _internal: ClassVar[tuple[str, ...]] = ("forward",)  # the original's methods that are bypassed
-    # The original's attributes that its class is made from, which may be patched meanwhile. With
-    # "forward" among them, the class keeps the signature, which tools like Trainer read.
-    _read: ClassVar[tuple[str, ...]] = ()
+    _read: ClassVar[tuple[str, ...]] = ()  # the original's attributes that its class is made from
     _fallbacks: Counter[str]  # set on the instance at its first fallback
 
     def _run_original(self, reason: str, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +77,7 @@ def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accele
     names[_IGNORED] = [*getattr(original, _IGNORED, ()), *STATE]
     if hasattr(kind, "after_sum"):  # the residual stream looks it up in vars(type(norm))
         names["after_sum"] = kind.after_sum
-    if "forward" in kind._read:
+    if "forward" in kind._read:  # then it keeps the signature, which tools like Trainer read
         names["forward"] = _with_signature(kind, original.forward)
     made = type(original.__name__, (kind, original), names)
     return _classes.setdefault(key, made)

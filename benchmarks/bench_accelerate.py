@@ -30,7 +30,7 @@ from benchmarks.peers import BACKENDS, GPU, available, backend_of, backend_taken
 D_MODEL, HEADS, D_FF, P = 512, 8, 2048, 0.1
 LAYERS = 6 if GPU else 2
 PEERS = available("torch", "compile")
-ACCELERATED = [*BACKENDS, *(["accelerated and compiled", "fastformer"] if GPU else [])]
+ACCELERATED = [*BACKENDS, "accelerated and compiled", "fastformer"] if GPU else ["reference"]
 if "compile" in PEERS:
     PEERS.append("reduce-overhead")
 

@@ -90,4 +90,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with fastformer.use_backend("reference"):  # "auto" leaves the layers to torch on a CPU
+        main()

@@ -26,6 +26,7 @@ from fastformer.dispatch import backends, measurements
 from fastformer.dispatch.measurements import Entry
 from fastformer.dispatch.operation import OPERATIONS, Arguments, call_name
 from fastformer.dispatch.state import use_formula
+from fastformer.drop_in.replacements.base import ops_on_a_cpu
 from fastformer.eager import gradients_through
 from fastformer.ops.examples import copied, part
 
@@ -220,7 +221,7 @@ def tune(
         raise ValueError(f"minutes is {minutes}; expected a positive number")
     checks.require_flag("dry_run", dry_run)
     calls: Calls = {}
-    with backends.observe(on_call=functools.partial(add, calls)):
+    with backends.observe(on_call=functools.partial(add, calls)), ops_on_a_cpu(model):
         getattr(model, "_orig_mod", model)(*inputs, **kwargs)
     if not calls:
         raise ValueError(

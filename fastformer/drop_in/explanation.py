@@ -12,7 +12,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,7 +25,7 @@ from fastformer.checks import require_instance
 from fastformer.dispatch import backends
 from fastformer.drop_in.capture import own_code
 from fastformer.drop_in.replacements import KINDS
-from fastformer.drop_in.replacements.base import ON_A_CPU, Accelerated, running
+from fastformer.drop_in.replacements.base import Accelerated, running
 from fastformer.drop_in.replacements.rewritten import Rewritten, parts_of
 from fastformer.nn.attention import MultiHeadedAttention
 
@@ -124,14 +129,16 @@ class _Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """A context that records the calls of this thread."""
-        previous = running.modules, running.explain
-        running.modules, running.explain = self._running, self._explain
+        previous = running.__dict__.copy()
+        running.__dict__.update(modules=self._running, whole=self._whole)
+        running.__dict__.update(off=self._mode.off, explain=self._explain)
         self._add_hooks()
         try:
-            with backends.observe(on_choice=self._choose), self._mode:
+            with backends.observe(on_choice=self.record), self._mode:
                 yield
         finally:
-            running.modules, running.explain = previous
+            running.__dict__.clear()
+            running.__dict__.update(previous)
             self._remove_hooks()
 
     def _add_hooks(self) -> None:
@@ -163,13 +170,6 @@ class _Recorder:
         for name, *rest in rows:
             self.record(backends.Choice(*rest), name)
         return out
-
-    def _choose(self, choice: backends.Choice) -> None:
-        """Add the row of a call. Within a module that torch runs as a whole, none follows."""
-        self.record(choice)
-        for module in self._running[-1:]:
-            whole = choice.reason == ON_A_CPU or isinstance(module, Rewritten)
-            self._whole += [module] if whole and choice.backend == "torch" else []
 
     def record(self, choice: backends.Choice, part: str = "") -> None:
         """Add a row. part: the name of a module within the running one."""
@@ -205,7 +205,8 @@ class _Recorder:
             why = own_attention(module)
         if why is not None:
             self.record(backends.Choice(name, "torch", why))
-        self._whole = [x for x in self._whole if x is not module]
+        if self._whole and self._whole[-1] is module:
+            self._whole.pop()
         self._running.pop()
         self._attended.pop()
 
@@ -231,6 +232,9 @@ class _TorchAttention(TorchFunctionMode):
     @contextmanager
     def off(self) -> Iterator[None]:
         """A context without this mode; those that were entered within it stay."""
+        if self not in _get_current_function_mode_stack():
+            yield
+            return
         inner = []
         while (mode := _pop_mode()) is not self:
             inner.append(mode)

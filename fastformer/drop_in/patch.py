@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from fastformer.checks import require_flag, require_instance
-from fastformer.dispatch.state import current_backend, use_backend
 from fastformer.drop_in.capture import WEIGHTS, at_line
 from fastformer.drop_in.explanation import explain, name_pattern
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
-from fastformer.drop_in.replacements.base import STATE, Accelerated, class_for, is_on_a_cpu
+from fastformer.drop_in.replacements.base import STATE, Accelerated, class_for, ops_on_a_cpu
 from fastformer.drop_in.replacements.layers import Layer
 from fastformer.drop_in.replacements.rewritten import Part, Rewritten, share
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
@@ -140,10 +139,7 @@ def _name_attention(model: nn.Module, inputs: Any, named: Any, report: Report) -
     """Run the model, and note what attention torch has computed outside of rewritten modules; those
     that have returned no weights need no note. On a CPU, too, rewritten modules show what is fused.
     """
-    backend = current_backend()
-    if backend == "auto" and is_on_a_cpu(model):
-        backend = "reference"
-    with torch.no_grad(), torch.random.fork_rng(), use_backend(backend):
+    with torch.no_grad(), torch.random.fork_rng(), ops_on_a_cpu(model):
         rows = explain(model, *inputs, **named).rows
     ran = {name for name, *_ in rows}
     returned = {name for name, _, _, reason in rows if reason == NEEDS_WEIGHTS}
@@ -272,8 +268,8 @@ class Report:
                 fallbacks[name_pattern(name), why] += n
         lines += ["calls that did not run on the fused ops:"] if fallbacks else []
         lines += [f"  {name}: {why} (x {n})" for (name, why), n in fallbacks.items()]
-        losses = FusedModelWithLoss
-        if any(is_on_a_cpu(x) for x in self._modules.values() if not isinstance(x, losses)):
+        modules = (x for x in self._modules.values() if not isinstance(x, FusedModelWithLoss))
+        if any(parameter.is_cpu for x in modules for parameter in x.parameters()):
             lines.append('on a CPU: torch runs these modules with the backend "auto"')
         return "\n".join(lines)
 

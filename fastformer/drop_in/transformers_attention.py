@@ -24,10 +24,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.dispatch import backends
 from fastformer.drop_in.masks import NAME, Mask, Sequences, Sides, mask
 from fastformer.eager import may_read
 from fastformer.mask_tiles import BlockMask
@@ -256,14 +254,6 @@ def attention(
     held = attention_mask.held if isinstance(attention_mask, Mask) else None
     if held is not None and held.shape[0] != query.shape[0]:
         held = held[:1].expand(query.shape[0])
-    # The kernels skip the empty end of a buffer by themselves; elsewhere a slice saves time, if the
-    # host knows the number of keys.
-    if held is not None and may_read(held) and not backends.prefers_kernels(query):
-        n, held = int(held[0]), None
-        key, value = key[:, :, :n], value[:, :, :n]
-        visible, position_bias = (
-            x if x is None or x.shape[-1] == 1 else x[..., :n] for x in (visible, position_bias)
-        )
     aligned = q_length == key.shape[2] and held is None  # both begin at the same position
     arguments: dict[str, Any] = dict(
         attn_mask=visible,
@@ -277,8 +267,6 @@ def attention(
     )
     out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
     weights = functional.attention_weights(query, key, **arguments) if output_attentions else None
-    if weights is not None and weights.shape[3] < k_length:
-        weights = F.pad(weights, (0, k_length - weights.shape[3]))
     return out.transpose(1, 2).contiguous(), weights
 
 

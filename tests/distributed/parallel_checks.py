@@ -174,7 +174,7 @@ def torch_transformer(folder):
     def trained(kind, dtype, backend, rows=slice(None), options=None):
         torch.manual_seed(0)
         model = nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True).to(dtype)
-        ff.accelerate(model)
+        ff.accelerate(model, drop_padding=True)
         layers = (*model.encoder.layers, *model.decoder.layers)
         placed = wrapped(kind, model, mesh, layers, options or {}) if kind else model
         padding = dict.fromkeys(("src_key_padding_mask", "memory_key_padding_mask"), hidden[rows])

@@ -688,6 +688,59 @@ def test_on_a_cpu_torch_runs_its_own_layers(training):
         assert "packed_attention" in ops(model.encoder, src, src_key_padding_mask=padding)
 
 
+def test_explain_of_what_torch_runs_on_a_cpu():
+    """What runs after it has its rows, also after a forward without `__call__`; nothing is changed:
+    torch's encoder returns zeros at the padding.
+    """
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(E), nn.LayerNorm(E)
+            self.encoder = encoder("cpu", norm=False).eval()
+            self.seen = []
+
+        def forward(self, x, padding):
+            x = self.second(self.first.forward(x))
+            self.seen.append(self.encoder(x, src_key_padding_mask=padding))
+            return self.second(self.seen[-1])
+
+    model, x, padding = Twice(), torch.randn(3, 24, E), padding_of("cpu")
+    ff.accelerate(model)
+    with use_backend("auto"), torch.no_grad():
+        model(x, padding)
+        rows = ff.explain(model, x, padding).rows
+    assert torch.equal(*model.seen) and (model.seen[0][padding] == 0).all()
+    assert [row[1] for row in rows] == [*["LayerNorm"] * 2, "TransformerEncoder", "LayerNorm"]
+    layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True)
+    layer.norm1 = nn.LayerNorm(E, elementwise_affine=False)
+    ff.accelerate(layer)
+    blocks = ff.BlockMask.window(24, 9, 0)
+    with use_backend("auto"):
+        names = ops(layer, x, blocks)
+    assert names[0] == "scaled_dot_product_attention" and "feed_forward" in names
+    whole = nn.Sequential(nn.Linear(E, E), nn.LayerNorm(E, elementwise_affine=False)).to("meta")
+    whole[0].to_empty(device="cpu")
+    report = ff.accelerate(whole)
+    assert "on a CPU" not in str(report)
+
+
+def test_within_batch_invariant_nothing_is_left_to_torch():
+    norm = nn.LayerNorm(E)
+    ff.accelerate(norm)
+    refused = pytest.raises(RuntimeError, match="takes kernels alone")
+    with use_backend("auto"), ff.batch_invariant(), refused:
+        norm(torch.randn(2, E))
+
+
+def test_torch_knows_no_block_mask(device):
+    module = nn.MultiheadAttention(E, H, batch_first=True, add_zero_attn=True).to(device)
+    ff.accelerate(module)
+    x = torch.randn(3, 24, E, device=device)
+    with pytest.raises(ValueError, match=r"a BlockMask is given, .*appends keys"):
+        module(x, x, x, attn_mask=ff.BlockMask.window(24, 9, 0).to(device), need_weights=False)
+
+
 def test_adapters_in_a_layer_are_called(device):
     """Parts of another class."""
     layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True)

@@ -436,6 +436,19 @@ def test_explain_within_a_mode():
     assert seen.calls > 0
 
 
+def test_explain_within_a_transform():
+    """One row says that the code of the module ran."""
+
+    class Mapped(Model):
+        def forward(self, x):
+            return torch.func.vmap(self.blocks[0])(x)
+
+    _, fast, _ = pair(Mapped())
+    with ff.use_backend("reference"):
+        (row,) = ff.explain(fast, x_of()[None]).rows
+    assert row[:3] == ("blocks.0", "Block", "torch") and "transforms" in row[3]
+
+
 class TalkingHeads(Attention):
     """A linear layer mixes the heads of the scores."""
 

@@ -44,7 +44,7 @@ def layer(p=P):
 def accelerated(p=P):
     model = nn.Transformer(16, 2, 2, 2, 32, p, batch_first=True)
     x = torch.randn(2, 5, 16)
-    ff.accelerate(model)
+    ff.accelerate(model, drop_padding=True)
     return model, (x, x)
 
 
@@ -74,7 +74,8 @@ def test_a_forward_draws_once(make, backend):
         model, given = make(p)
         with Ops() as ops:
             model.train(training)(*given)
-        assert ops.forwards("randint") == count, (p, training)
+        stacks = 2 if isinstance(model, nn.Transformer) else 1
+        assert ops.forwards("randint") == count * stacks, (p, training)
 
 
 @models

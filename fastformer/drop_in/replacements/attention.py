@@ -46,7 +46,7 @@ class FusedMultiheadAttention(base.Accelerated, nn.MultiheadAttention):
         need_weights = need_weights and self._returns_weights
         options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if base.is_left_to_torch(self, query, attn_mask):
-            return self._original.forward(self, query, key, value, *options)
+            return self._run_whole(query, key, value, *options)
         reason = base.unsupported_tensor(query, key, value, key_padding_mask, attn_mask)
         reason = reason or self._unsupported_reason()
         if reason is not None:

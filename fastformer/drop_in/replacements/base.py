@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fastformer.batch_invariance import on
 from fastformer.dispatch import backends
-from fastformer.dispatch.state import current_backend
+from fastformer.dispatch.state import current_backend, use_backend
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.stream import Pair
 
@@ -34,13 +36,22 @@ class Accelerated(nn.Module):
     _kind: ClassVar[type[Accelerated]]
     _original: ClassVar[type[nn.Module]]
     _internal: ClassVar[tuple[str, ...]] = ("forward",)  # the original's methods that are bypassed
-    _read: ClassVar[tuple[str, ...]] = ()  # the original's attributes that its class is made from
+    _made_of: ClassVar[tuple[str, ...]] = ()  # attributes of the original that the class depends on
     _fallbacks: Counter[str]  # set on the instance at its first fallback
 
     def _run_original(self, reason: str, *args: Any, **kwargs: Any) -> Any:
         """Count a fallback with this reason, and call the forward of the original class."""
+        if any(isinstance(x, BlockMask) for x in args):
+            raise ValueError(f"a BlockMask is given, which torch does not know, and {reason}")
         record_fallback(self, type(self).__name__, reason)
         return self._original.forward(self, *args, **kwargs)
+
+    def _run_whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward of the original class, without the mode of `explain`: torch has no fast
+        path in a mode, and that returns zeros at the padding.
+        """
+        with running.off():
+            return self._original.forward(self, *args, **kwargs)
 
     def _run_original_or(self, refusal: Exception, *args: Any) -> Any:
         """Call the original forward with arguments that the replacement rejected by `refusal`. If
@@ -68,7 +79,7 @@ _classes: dict[tuple[Any, ...], type[Accelerated]] = {}
 
 def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accelerated]:
     """Return the new class of modules of class `original` that `kind` replaces."""
-    key = kind, original, *(getattr(original, name, None) for name in kind._read)
+    key = kind, original, *(getattr(original, name, None) for name in kind._made_of)
     if key in _classes:
         return _classes[key]
     # The class keeps the name of the original, because tools recognize torch's modules by it.
@@ -77,7 +88,7 @@ def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accele
     names[_IGNORED] = [*getattr(original, _IGNORED, ()), *STATE]
     if hasattr(kind, "after_sum"):  # the residual stream looks it up in vars(type(norm))
         names["after_sum"] = kind.after_sum
-    if "forward" in kind._read:  # then it keeps the signature, which tools like Trainer read
+    if "forward" in kind._made_of:  # then it keeps the signature, which tools like Trainer read
         names["forward"] = _with_signature(kind, original.forward)
     made = type(original.__name__, (kind, original), names)
     return _classes.setdefault(key, made)
@@ -98,10 +109,13 @@ def _new_instance(kind: type[Accelerated], original: type[nn.Module]) -> nn.Modu
 
 class _RunningModules(threading.local):
     """modules: the modules whose forward is running, innermost last; None outside of `explain`.
+    whole: those of them that torch runs as a whole. off: a context without the mode of `explain`.
     explain: runs a `Rewritten` module with (args, kwargs), and records what ran in it.
     """
 
     modules: list[nn.Module] | None = None
+    whole: list[nn.Module]
+    off: Callable[[], AbstractContextManager[None]] = nullcontext
     explain: Callable[[Any, Any, Any], Any] | None = None
 
 
@@ -113,7 +127,7 @@ class ops_of(backends.observe):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(
-            on_unsupported=lambda op, reason: _count_fallback(module, f"{op}: {reason}")
+            on_unsupported=lambda op, reason: count_fallback(module, f"{op}: {reason}")
         )
         self._module = module
 
@@ -128,7 +142,7 @@ class ops_of(backends.observe):
             running.modules.pop()
 
 
-def _count_fallback(module: nn.Module, reason: str) -> None:
+def count_fallback(module: nn.Module, reason: str) -> None:
     """Count a call that does not run on the fused ops, unless it is being traced."""
     if not torch.compiler.is_compiling():
         module.__dict__.setdefault("_fallbacks", Counter())[reason] += 1
@@ -136,7 +150,7 @@ def _count_fallback(module: nn.Module, reason: str) -> None:
 
 def record_fallback(module: nn.Module, op: str, reason: str) -> None:
     """Count a fallback of the module, and let `explain` record that torch ran."""
-    _count_fallback(module, reason)
+    count_fallback(module, reason)
     record_torch(op, reason)
 
 
@@ -145,17 +159,24 @@ def record_torch(op: str, reason: str) -> None:
     backends.report(backends.Choice(op, "torch", reason))
 
 
+def record_whole(module: nn.Module, reason: str) -> None:
+    """Let `explain` record that torch ran a module, with all that is in it, and why."""
+    record_torch(type(module).__name__, reason)
+    if running.modules and running.modules[-1] is module:
+        running.whole.append(module)
+
+
 ON_A_CPU = 'torch runs it on a CPU with the backend "auto"'
 
 
 def is_left_to_torch(module: nn.Module, *given: Any) -> bool:
     """Return whether the original forward of a module runs for these arguments: on a CPU with the
-    backend "auto", unless one of them is a block mask, which torch does not know.
+    backend "auto"; not within `batch_invariant`, whose ops are kernels, nor with a block mask.
     """
-    left = current_backend() == "auto" and is_on_a_cpu(module, *given)
+    left = current_backend() == "auto" and is_on_a_cpu(module, *given) and not on()
     if not left or torch.compiler.is_compiling() or any(isinstance(x, BlockMask) for x in given):
         return False
-    record_torch(type(module).__name__, ON_A_CPU)
+    record_whole(module, ON_A_CPU)
     return True
 
 
@@ -164,6 +185,12 @@ def is_on_a_cpu(module: nn.Module, *given: Any) -> bool:
     tensors = (x for x in itertools.chain(given, module.parameters()) if isinstance(x, Tensor))
     x = next(tensors, None)
     return x is None or x.is_cpu
+
+
+def ops_on_a_cpu(model: nn.Module) -> use_backend:
+    """A context in which a model calls the ops on a CPU, too."""
+    backend = current_backend()
+    return use_backend("reference" if backend == "auto" and is_on_a_cpu(model) else backend)
 
 
 def sum_then_norm(norm: nn.Module, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:

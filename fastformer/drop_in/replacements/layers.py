@@ -41,7 +41,7 @@ class OnStream(base.Accelerated):
         tensors and hints: the arguments of `forward`, in order.
         """
         if base.is_left_to_torch(self, *tensors):
-            return self._original.forward(self, *tensors, *hints)
+            return self._run_whole(*tensors, *hints)
         reason = base.unsupported_tensor(*tensors) or self._unsupported_reason()
         if reason is not None:
             return self._run_original(reason, *tensors, *hints)

@@ -32,7 +32,7 @@ class _FusedNorm(base.Accelerated):
 
     def _normalized(self, op: Any, *given: Any) -> Tensor:
         if given[0].is_cpu and base.is_left_to_torch(self, given[0]):
-            return self._original.forward(self, given[0])
+            return self._run_whole(given[0])
         if not torch.compiler.is_compiling():
             result = op.hit(*given)
             if result is not NotImplemented:

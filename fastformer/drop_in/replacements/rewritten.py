@@ -32,6 +32,7 @@ _GLOBAL_HOOKS = (
 )
 _MOST = 2  # modules that need different graphs, as the first one of a model may, and share them
 _HOOKED = "a module within it has a backward hook, or all modules have hooks"
+_TRANSFORMED = "what traces or transforms the call gets the code of the module"
 _COMPILED = (
     "torch.compile takes the original code of modules that fastformer.accelerate has rewritten: "
     "compile within fastformer.fusing(), which puts the ops into all graphs"
@@ -58,17 +59,19 @@ class Rewritten(base.Accelerated):
     autocast, so that each has a limit of recompilations of its own.
     """
 
-    _read = ("forward",)
+    _made_of = ("forward",)
     _returns_weights = True  # accelerate(need_weights=False) sets it to False
     _captures: Captures  # set on the instance by `share`, or at the first call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        tracing = torch.compiler.is_dynamo_compiling()  # in this thread
-        if tracing:
+        if torch.compiler.is_dynamo_compiling():  # in this thread
             _warn_of_compile()
-        left = tracing or base.is_left_to_torch(self, *args, *kwargs.values())
-        if left or _is_transformed():
             return self._original.forward(self, *args, **kwargs)
+        if base.is_left_to_torch(self, *args, *kwargs.values()):
+            return self._run_whole(*args, **kwargs)
+        if _is_transformed():
+            base.record_whole(self, _TRANSFORMED)
+            return self._run_whole(*args, **kwargs)
         explain = base.running.explain
         if _has_backward_hooks(self) or (any(_GLOBAL_HOOKS) and explain is None):
             return self._run_original(_HOOKED, *args, **kwargs)
@@ -83,6 +86,11 @@ class Rewritten(base.Accelerated):
         if capture is None:
             return self._run_first(state, args, kwargs)
         return self._run(capture, state, args, kwargs)
+
+    def _run_original(self, reason: str, *args: Any, **kwargs: Any) -> Any:
+        base.record_whole(self, reason)
+        base.count_fallback(self, reason)
+        return self._run_whole(*args, **kwargs)
 
     def _known(self) -> Captures:
         if "_captures" not in self.__dict__:

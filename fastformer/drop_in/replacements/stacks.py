@@ -85,7 +85,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
     ) -> Tensor:
         padding = src_key_padding_mask
         if not self._drops_padding and base.is_left_to_torch(self, src, mask):
-            return self._original.forward(self, src, mask, padding, is_causal)
+            return self._run_whole(src, mask, padding, is_causal)
         reason = base.unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros.
         hidden = padding if self._drops_padding and src.dim() == 3 else None

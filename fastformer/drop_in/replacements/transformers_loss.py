@@ -29,7 +29,7 @@ class FusedModelWithLoss(base.Accelerated):
     computes it. If the model skips its logits, `linear_cross_entropy` does, of the hidden states.
     """
 
-    _read = "forward", "loss_function"
+    _made_of = "forward", "loss_function"
     _skips_logits = False  # set by `accelerate`
     _skipped: _SkippedLogits | None = None  # set while a forward runs that skips its logits
     _theirs: ClassVar[Callable[[Any], Any]]  # the getter of the original's loss_function

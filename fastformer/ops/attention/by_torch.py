@@ -68,9 +68,9 @@ def torch_op(
     by_formula: Callable[..., Any],
 ) -> Callable[..., Any] | None:
     """Return a function of query, key, value and x that calls torch's own op, for calls with these
-    layouts and options. At most one of causality, a mask, a bias and lengths of the keys may be
-    given, x being `only(attention)`; otherwise return None. by_formula: the same function by the
-    formula, for values with which the result of torch's op would be wrong.
+    layouts and options. At most one of causality, a mask and a bias may be given, x being
+    `only(attention)`; otherwise return None. by_formula: the same function by the formula, for
+    values with which the result of torch's op would be wrong.
     """
     others, p = options_beyond(query, key, attention)
     is_causal, scale, bias = attention.is_causal, attention.scale, attention.bias
@@ -89,13 +89,11 @@ def torch_op(
         attend = functools.partial(_masked, scale=usual, p=p, with_gradient=with_gradient)
     elif bias is not None and eager(bias):
         attend = functools.partial(_biased, scale=usual, p=p, with_gradient=with_gradient)
-    elif attention.key_lengths is not None and eager(attention.key_lengths):
-        attend = functools.partial(_within, scale=usual, p=p, with_gradient=with_gradient)
     else:
         return None
 
-    mask = bias if attention.attn_mask is None else attention.attn_mask
-    fits = not others or mask is None or mask.dim() in (2, 4)
+    mask = only(attention)
+    fits = mask is None or mask.dim() in (2, 4)
 
     def run(*tensors: Tensor) -> Any:
         out = attend(*tensors) if fits else attend(*tensors[:3], _fitting(tensors[3]))
@@ -105,9 +103,8 @@ def torch_op(
 
 
 def only(attention: Attention) -> Tensor | None:
-    """Return the mask, the bias or the lengths of the keys of a call that has one of them."""
-    tensors = attention.attn_mask, attention.bias, attention.key_lengths
-    return next((x for x in tensors if x is not None), None)
+    """Return the mask or the bias of a call that has one of them."""
+    return attention.bias if attention.attn_mask is None else attention.attn_mask
 
 
 def fused(*given: Any, **scale: Any) -> Tensor:
@@ -239,26 +236,6 @@ def _biased(
     else:  # torch's op masks out -inf only
         bias = torch.threshold(bias, _HIDDEN[bias.dtype], -math.inf)
     return _masked(query, key, value, bias, scale, p, with_gradient)
-
-
-def _within(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    scale: float | None,
-    p: float,
-    with_gradient: bool,
-) -> Tensor | None:
-    """Call torch's op for the first `lengths` keys, without the keys past the longest row."""
-    known = lengths.tolist()
-    longest = max(known)
-    if 0 < longest < key.shape[2]:
-        key, value = key[:, :, :longest], value[:, :, :longest]
-    if min(known) == key.shape[2]:
-        return _plain(query, key, value, False, scale, p)
-    mask = torch.arange(key.shape[2], device="cpu") < lengths.view(-1, 1, 1, 1)
-    return _masked(query, key, value, mask, scale, p, with_gradient)
 
 
 def _fitting(mask: Tensor) -> Tensor:

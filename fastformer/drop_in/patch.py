@@ -47,9 +47,9 @@ def accelerate(
     a call differs (in training and evaluation, in another dtype), the rewriter of `InductorPass`
     puts the ops into the graph, and the graph runs as it is.
 
-    On a CPU with the backend "auto", torch runs all but the loss by its own code: each call decides
-    that. Only the class of each module changes: parameters, buffers, hooks, state dict, signature
-    and defaults stay.
+    On a CPU with the backend "auto", torch runs all but the loss by its own code, except for block
+    masks and with drop_padding: each call decides that. Only the class of each module changes:
+    parameters, buffers, hooks, state dict, signature and defaults stay.
 
     The outputs equal torch's at every position and in every mode, also at the padding: zeros where
     torch's encoder converts to nested tensors at inference, the output of its layers otherwise. On

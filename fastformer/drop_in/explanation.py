@@ -10,14 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.nn.modules import module as _hooks
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,7 +19,7 @@ from fastformer.checks import require_instance
 from fastformer.dispatch import backends
 from fastformer.drop_in.capture import own_code
 from fastformer.drop_in.replacements import KINDS
-from fastformer.drop_in.replacements.base import Accelerated, running
+from fastformer.drop_in.replacements.base import Accelerated, explaining
 from fastformer.drop_in.replacements.rewritten import Rewritten, parts_of
 from fastformer.nn.attention import MultiHeadedAttention
 
@@ -108,37 +102,35 @@ class Explanation:
 class _Recorder:
     """Records what the layers of a model run on.
 
-    rows: the rows of an `Explanation`. _running: the modules whose forward is running, the
-    innermost last. _attended: for each of these modules, how many attention calls ran in it, on any
-    backend. _whole: those that torch runs as a whole.
+    rows: the rows of an `Explanation`. running: the modules whose forward is running, the innermost
+    last. whole: those of them that torch runs as a whole. _attended: for each of them, how many
+    attention calls ran in it, on any backend. off: a context without the mode of this recorder.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.rows: list[tuple[str, str, str, str]] = []
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._running: list[nn.Module] = []
+        self.running: list[nn.Module] = []
         self._attended: list[int] = []
-        self._whole: list[nn.Module] = []
+        self.whole: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         rewritten = [x for x in model.modules() if isinstance(x, Rewritten)]
         self._inside = {x for unit in rewritten for x in unit.modules()}
         self._mode = _TorchAttention(self)
+        self.off = self._mode.off
         config = getattr(model, "config", None)
         self._hugging_face = hasattr(config, "_attn_implementation")
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """A context that records the calls of this thread."""
-        previous = running.__dict__.copy()
-        running.__dict__.update(modules=self._running, whole=self._whole)
-        running.__dict__.update(off=self._mode.off, explain=self._explain)
+        previous, explaining.recorder = explaining.recorder, self
         self._add_hooks()
         try:
             with backends.observe(on_choice=self.record), self._mode:
                 yield
         finally:
-            running.__dict__.clear()
-            running.__dict__.update(previous)
+            explaining.recorder = previous
             self._remove_hooks()
 
     def _add_hooks(self) -> None:
@@ -151,7 +143,7 @@ class _Recorder:
         for handle in self._handles:
             handle.remove()
 
-    def _explain(self, module: Rewritten, args: Any, kwargs: Any) -> Any:
+    def explain(self, module: Rewritten, args: Any, kwargs: Any) -> Any:
         """Run a module whose graphs are rewritten, and record what ran in it."""
         from fastformer.drop_in.graph.explained import explain_compiled
         from fastformer.drop_in.graph.rewriter import KINDS, recording
@@ -160,7 +152,7 @@ class _Recorder:
         self._remove_hooks()  # else Dynamo would capture them, and the mode
         try:
             silent = backends.observe(on_choice=lambda choice: None)  # while a graph is rewritten
-            with self._mode.off(), silent, recording() as rewriting:
+            with self.off(), silent, recording() as rewriting:
                 given, keeps = (module, *args), module._returns_weights
                 out, rows = explain_compiled(forward, names, KINDS, given, kwargs, keeps)
         finally:
@@ -173,9 +165,9 @@ class _Recorder:
 
     def record(self, choice: backends.Choice, part: str = "") -> None:
         """Add a row. part: the name of a module within the running one."""
-        if self._whole:
+        if self.whole:
             return
-        known = (self._names[id(m)] for m in reversed(self._running) if id(m) in self._names)
+        known = (self._names[id(m)] for m in reversed(self.running) if id(m) in self._names)
         name = ".".join(x for x in (next(known, ""), part) if x)
         self.rows.append((name, choice.op, choice.backend, choice.reason))
         if "attention" in choice.op.lower():
@@ -183,7 +175,7 @@ class _Recorder:
 
     def record_own_attention(self) -> None:
         """Record that the code of the running module has computed an attention."""
-        module = self._running[-1] if self._running else None
+        module = self.running[-1] if self.running else None
         known = MultiHeadedAttention, nn.MultiheadAttention  # which have rows of their own
         if module is None or isinstance(module, known):
             return
@@ -191,12 +183,12 @@ class _Recorder:
         self._attended[:] = [n + 1 for n in self._attended]
 
     def _enter(self, module: nn.Module, _: object) -> None:
-        if running.modules is self._running:  # the hooks also see the modules of other threads
-            self._running.append(module)
+        if explaining.recorder is self:  # the hooks also see the modules of other threads
+            self.running.append(module)
             self._attended.append(0)
 
     def _leave(self, module: nn.Module, *_: object) -> None:
-        if running.modules is not self._running:
+        if explaining.recorder is not self:
             return
         name, why = type(module).__name__, None
         if not isinstance(module, Accelerated) and isinstance(module, tuple(KINDS)):
@@ -205,9 +197,9 @@ class _Recorder:
             why = own_attention(module)
         if why is not None:
             self.record(backends.Choice(name, "torch", why))
-        if self._whole and self._whole[-1] is module:
-            self._whole.pop()
-        self._running.pop()
+        if self.whole and self.whole[-1] is module:
+            self.whole.pop()
+        self.running.pop()
         self._attended.pop()
 
 
@@ -218,7 +210,7 @@ def own_attention(module: nn.Module) -> str:
     return SUGGESTION.format(name) if asks and name not in (None, "fastformer") else OWN_ATTENTION
 
 
-class _TorchAttention(TorchFunctionMode):
+class _TorchAttention(overrides.TorchFunctionMode):
     """Records the attention that the model's own code computes: the calls of
     F.scaled_dot_product_attention, and each softmax between two products.
     """
@@ -232,21 +224,21 @@ class _TorchAttention(TorchFunctionMode):
     @contextmanager
     def off(self) -> Iterator[None]:
         """A context without this mode; those that were entered within it stay."""
-        if self not in _get_current_function_mode_stack():
+        if self not in overrides._get_current_function_mode_stack():
             yield
             return
         inner = []
-        while (mode := _pop_mode()) is not self:
+        while (mode := overrides._pop_mode()) is not self:
             inner.append(mode)
         for mode in reversed(inner):
-            _push_mode(mode)
+            overrides._push_mode(mode)
         try:
             yield
         finally:
             for _ in inner:
-                _pop_mode()
+                overrides._pop_mode()
             for mode in (self, *reversed(inner)):
-                _push_mode(mode)
+                overrides._push_mode(mode)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import use_backend
-from fastformer.drop_in.replacements.base import running
+from fastformer.drop_in.replacements.base import explaining
 
 N, L, S, E, H = 2, 5, 7, 16, 2
 INF = float("-inf")
@@ -1171,7 +1171,7 @@ def test_explain_a_model(backend, device):
         ff.explain(nn.Linear(2, 2), None)
     hooks = torch.nn.modules.module
     assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks
-    assert running.modules is None and ff.dispatch.backends.state.on_choice is None
+    assert explaining.recorder is None and ff.dispatch.backends.state.on_choice is None
 
 
 def test_explain_beside_other_threads(device):

@@ -9,8 +9,6 @@ import functools
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
@@ -20,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fastformer.batch_invariance import on
 from fastformer.dispatch import backends
-from fastformer.dispatch.state import current_backend, use_backend
+from fastformer.dispatch.state import current_backend, state, use_backend
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.stream import Pair
 
@@ -50,7 +48,9 @@ class Accelerated(nn.Module):
         """Call the forward of the original class, without the mode of `explain`: torch has no fast
         path in a mode, and that returns zeros at the padding.
         """
-        with running.off():
+        if explaining.recorder is None:
+            return self._original.forward(self, *args, **kwargs)
+        with explaining.recorder.off():
             return self._original.forward(self, *args, **kwargs)
 
     def _run_original_or(self, refusal: Exception, *args: Any) -> Any:
@@ -107,19 +107,11 @@ def _new_instance(kind: type[Accelerated], original: type[nn.Module]) -> nn.Modu
     return cls.__new__(cls)
 
 
-class _RunningModules(threading.local):
-    """modules: the modules whose forward is running, innermost last; None outside of `explain`.
-    whole: those of them that torch runs as a whole. off: a context without the mode of `explain`.
-    explain: runs a `Rewritten` module with (args, kwargs), and records what ran in it.
-    """
-
-    modules: list[nn.Module] | None = None
-    whole: list[nn.Module]
-    off: Callable[[], AbstractContextManager[None]] = nullcontext
-    explain: Callable[[Any, Any, Any], Any] | None = None
+class _Explaining(threading.local):
+    recorder: Any = None  # that of `explain`, in the thread in which it runs
 
 
-running = _RunningModules()
+explaining = _Explaining()
 
 
 class ops_of(backends.observe):
@@ -133,13 +125,13 @@ class ops_of(backends.observe):
 
     def __enter__(self) -> None:
         super().__enter__()
-        if running.modules is not None:
-            running.modules.append(self._module)
+        if explaining.recorder is not None:
+            explaining.recorder.running.append(self._module)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        if running.modules is not None:
-            running.modules.pop()
+        if explaining.recorder is not None:
+            explaining.recorder.running.pop()
 
 
 def count_fallback(module: nn.Module, reason: str) -> None:
@@ -162,8 +154,9 @@ def record_torch(op: str, reason: str) -> None:
 def record_whole(module: nn.Module, reason: str) -> None:
     """Let `explain` record that torch ran a module, with all that is in it, and why."""
     record_torch(type(module).__name__, reason)
-    if running.modules and running.modules[-1] is module:
-        running.whole.append(module)
+    recorder = explaining.recorder
+    if recorder is not None and recorder.running[-1:] == [module]:
+        recorder.whole.append(module)
 
 
 ON_A_CPU = 'torch runs it on a CPU with the backend "auto"'
@@ -174,17 +167,19 @@ def is_left_to_torch(module: nn.Module, *given: Any) -> bool:
     backend "auto"; not within `batch_invariant`, whose ops are kernels, nor with a block mask.
     """
     left = current_backend() == "auto" and is_on_a_cpu(module, *given) and not on()
-    if not left or torch.compiler.is_compiling() or any(isinstance(x, BlockMask) for x in given):
+    if not left or torch.compiler.is_compiling() or BlockMask in map(type, given):
         return False
-    record_whole(module, ON_A_CPU)
+    if state.on_choice is not None:
+        record_whole(module, ON_A_CPU)
     return True
 
 
 def is_on_a_cpu(module: nn.Module, *given: Any) -> bool:
     """Return whether the first tensor of the arguments is on a CPU, or without one a parameter."""
-    tensors = (x for x in itertools.chain(given, module.parameters()) if isinstance(x, Tensor))
-    x = next(tensors, None)
-    return x is None or x.is_cpu
+    for x in given:  # a hot path
+        if isinstance(x, Tensor):
+            return x.is_cpu
+    return all(x.is_cpu for x in itertools.islice(module.parameters(), 1))
 
 
 def ops_on_a_cpu(model: nn.Module) -> use_backend:

@@ -31,8 +31,6 @@ class _FusedNorm(base.Accelerated):
         return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
 
     def _normalized(self, op: Any, *given: Any) -> Tensor:
-        if given[0].is_cpu and base.is_left_to_torch(self, given[0]):
-            return self._run_whole(given[0])
         if not torch.compiler.is_compiling():
             result = op.hit(*given)
             if result is not NotImplemented:
@@ -47,12 +45,16 @@ class _FusedNorm(base.Accelerated):
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
+        if input.is_cpu and base.is_left_to_torch(self, input):
+            return self._original.forward(self, input)
         parameters = self.weight, self.bias
         return self._normalized(_layer_norm, input, self.normalized_shape, *parameters, self.eps)
 
 
 class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cpu and base.is_left_to_torch(self, x):
+            return self._original.forward(self, x)
         return self._normalized(_rms_norm, x, self.normalized_shape, self.weight, self.eps)
 
 

@@ -72,11 +72,11 @@ class Rewritten(base.Accelerated):
         if _is_transformed():
             base.record_whole(self, _TRANSFORMED)
             return self._run_whole(*args, **kwargs)
-        explain = base.running.explain
-        if _has_backward_hooks(self) or (any(_GLOBAL_HOOKS) and explain is None):
+        recorder = base.explaining.recorder
+        if _has_backward_hooks(self) or (any(_GLOBAL_HOOKS) and recorder is None):
             return self._run_original(_HOOKED, *args, **kwargs)
-        if explain is not None:
-            return explain(self, args, kwargs)
+        if recorder is not None:
+            return recorder.explain(self, args, kwargs)
         dtypes = _autocast_dtypes() if _autocasts() else ()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         code = self._original.forward  # which may have been patched

@@ -25,8 +25,7 @@ from fastformer import checks, environment, numerics
 from fastformer.dispatch import backends, measurements
 from fastformer.dispatch.measurements import Entry
 from fastformer.dispatch.operation import OPERATIONS, Arguments, call_name
-from fastformer.dispatch.state import use_formula
-from fastformer.drop_in.replacements.base import ops_on_a_cpu
+from fastformer.dispatch.state import current_backend, use_backend, use_formula
 from fastformer.eager import gradients_through
 from fastformer.ops.examples import copied, part
 
@@ -221,7 +220,10 @@ def tune(
         raise ValueError(f"minutes is {minutes}; expected a positive number")
     checks.require_flag("dry_run", dry_run)
     calls: Calls = {}
-    with backends.observe(on_call=functools.partial(add, calls)), ops_on_a_cpu(model):
+    backend = current_backend()
+    if backend == "auto" and not torch.cuda.is_available():  # where torch runs accelerated modules
+        backend = "reference"
+    with backends.observe(on_call=functools.partial(add, calls)), use_backend(backend):
         getattr(model, "_orig_mod", model)(*inputs, **kwargs)
     if not calls:
         raise ValueError(

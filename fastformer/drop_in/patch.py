@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from fastformer.checks import require_flag, require_instance
+from fastformer.dispatch.state import current_backend, use_backend
 from fastformer.drop_in.capture import WEIGHTS, at_line
 from fastformer.drop_in.explanation import explain, name_pattern
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
-from fastformer.drop_in.replacements.base import STATE, Accelerated, class_for, ops_on_a_cpu
+from fastformer.drop_in.replacements.base import STATE, Accelerated, class_for, is_on_a_cpu
 from fastformer.drop_in.replacements.layers import Layer
 from fastformer.drop_in.replacements.rewritten import Part, Rewritten, share
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
@@ -139,7 +140,10 @@ def _name_attention(model: nn.Module, inputs: Any, named: Any, report: Report) -
     """Run the model, and note what attention torch has computed outside of rewritten modules; those
     that have returned no weights need no note. On a CPU, too, rewritten modules show what is fused.
     """
-    with torch.no_grad(), torch.random.fork_rng(), ops_on_a_cpu(model):
+    backend = current_backend()
+    if backend == "auto" and is_on_a_cpu(model):
+        backend = "reference"
+    with torch.no_grad(), torch.random.fork_rng(), use_backend(backend):
         rows = explain(model, *inputs, **named).rows
     ran = {name for name, *_ in rows}
     returned = {name for name, _, _, reason in rows if reason == NEEDS_WEIGHTS}

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fastformer.batch_invariance import on
 from fastformer.dispatch import backends
-from fastformer.dispatch.state import current_backend, state, use_backend
+from fastformer.dispatch.state import current_backend, state
 from fastformer.mask_tiles import BlockMask
 from fastformer.nn.stream import Pair
 
@@ -180,12 +180,6 @@ def is_on_a_cpu(module: nn.Module, *given: Any) -> bool:
         if isinstance(x, Tensor):
             return x.is_cpu
     return all(x.is_cpu for x in itertools.islice(module.parameters(), 1))
-
-
-def ops_on_a_cpu(model: nn.Module) -> use_backend:
-    """A context in which a model calls the ops on a CPU, too."""
-    backend = current_backend()
-    return use_backend("reference" if backend == "auto" and is_on_a_cpu(model) else backend)
 
 
 def sum_then_norm(norm: nn.Module, x: Tensor, residual: Tensor, added: dict[str, Any]) -> Pair:

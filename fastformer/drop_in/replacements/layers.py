@@ -130,10 +130,10 @@ class Layer(OnStream):
         return attend
 
 
-_NAMES: dict[Any, str] = {  # of activations in `feed_forward`
-    **{f: "relu" for f in (F.relu, torch.relu, nn.ReLU)},
-    **{f: "silu" for f in (F.silu, nn.SiLU)},
-    F.gelu: "gelu",
+_NAMES = {  # of activations in `feed_forward`
+    "relu": (F.relu, torch.relu, nn.ReLU),
+    "silu": (F.silu, nn.SiLU),
+    "gelu": (F.gelu,),
 }
 
 
@@ -142,7 +142,8 @@ def op_activation(function: Any) -> str | Callable[[Tensor], Tensor]:
     plain = isinstance(function, nn.Module) and is_unmodified(function)
     if plain and type(function) is nn.GELU:
         return "gelu" if function.approximate == "none" else "gelu_tanh"
-    return _NAMES.get(type(function) if plain else function, function)
+    known = type(function) if plain else function
+    return next((x for x, same in _NAMES.items() if known in same), function)
 
 
 class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
